@@ -82,7 +82,7 @@ def test_a_wrong_averaging_value_names_its_field_and_the_value(field: str, value
 
 
 def test_an_unknown_codec_gets_the_list_of_those_there_are() -> None:
-    with pytest.raises(JobError, match="give one of float32, lossless, float16, bfloat16, int8, int4"):
+    with pytest.raises(JobError, match="give one of auto, float32, lossless, float16, bfloat16, int8, int4"):
         Averaging(codec="gzip")
 
 
@@ -94,7 +94,7 @@ def test_the_mean_has_a_rate_and_no_momentum() -> None:
 
 
 def test_every_codec_and_outer_optimizer_that_can_be_set_is_there() -> None:
-    assert set(AVERAGING_CODECS) == set(CODECS)
+    assert set(AVERAGING_CODECS) == {"auto", *CODECS}
     for name in OUTER_OPTIMIZERS:
         assert outer_named(name).name == name
     assert outer_named("mean", rate=0.5).name == "mean"

@@ -6,7 +6,7 @@ the coordinator has to do; reasons end up in the events of the run.
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -85,6 +85,19 @@ class Participants:
     def missing(self) -> list[str]:
         """The owners that have neither joined nor been left out."""
         return [owner for owner in self._owners if owner not in self._present and owner not in self.left_out]
+
+    @property
+    def weighed(self) -> int:
+        """The samples of all participants."""
+        return self.weight_of(self._present)
+
+    def weight_of(self, nodes: Iterable[str]) -> int:
+        """The samples of these participants."""
+        return sum(self._present[node].samples for node in nodes)
+
+    def fed(self, nodes: Iterable[str]) -> int:
+        """The samples since their anchors that these owners were fed, by the ledger."""
+        return sum(max(self._owners[node], 0) for node in nodes)
 
     @property
     def behind(self) -> list[str]:

@@ -50,6 +50,16 @@ class ReduceAttempt:
         self._extensions += 1
         return True
 
+    def remaining_seconds(self, now: float, expected_pieces: int) -> float | None:
+        """The time that the slowest member still needs at its rate so far; None if that cannot be told.
+
+        `expected_pieces` is the number that each member receives.
+        """
+        waiting = [count for node, count in self._recent(now).items() if node not in self.digests]
+        if not waiting or not min(waiting) or expected_pieces <= min(waiting):
+            return None
+        return (now - self.began) * (expected_pieces / min(waiting) - 1)
+
     def stragglers(self, now: float) -> Stragglers:
         """The members that hold the attempt up."""
         return find_stragglers(self.members, self.digests, self._recent(now))

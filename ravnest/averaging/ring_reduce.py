@@ -81,6 +81,7 @@ class RingReduce:
         """Pieces received."""
         self.next_residual = feedback.residual
         """Errors of this attempt's encoding, to be added in the next committed round; valid when done."""
+        self.codec = codec
         self._own, self._residual, self._codec = own, feedback.residual, codec
         self._shares = (position.weight, position.weight * scale)
         self._segments = Segments(own.numel(), coded_values, position.members, piece_values)

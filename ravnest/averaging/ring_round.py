@@ -9,12 +9,13 @@ another attempt with the same snapshots. A round that cannot go on is aborted an
        └──────────────┴────────────┴───────> aborted
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ravnest.averaging.deadlines import PhaseTime
 from ravnest.averaging.participants import Participants, RingHistory
+from ravnest.averaging.patience import Patience
 from ravnest.averaging.reduce_attempt import SILENT_SECONDS, ReduceAttempt
 from ravnest.averaging.round_messages import Abort, Action, Begin, Commit, Join, Notice
 
@@ -28,6 +29,10 @@ class RoundSettings:
     outlier: float | None
     """See `guards.clip_outliers`."""
     max_attempts: int = 5
+    patience: Patience | None = None
+    """What leaving an owner out costs; None: the round waits for all of them, until its deadlines."""
+    usual_reduce_seconds: float = 0.0
+    """The usual time of a reduce."""
 
 
 class RingRound:
@@ -40,8 +45,16 @@ class RingRound:
     - Reports about an older attempt, from nodes that have no part in it, or that come twice, are ignored.
     """
 
-    def __init__(self, owners: Mapping[str, int], history: RingHistory, settings: RoundSettings, now: float) -> None:
-        """`owners`: see `Participants`. Times may be those of any clock that does not go back."""
+    def __init__(
+        self,
+        owners: Mapping[str, int],
+        history: RingHistory,
+        settings: RoundSettings,
+        now: float,
+        pieces_of: Callable[[int], int] = lambda members: 0,
+    ) -> None:
+        """`owners`: see `Participants`. Times may be those of any clock that does not go back. `pieces_of`: the number
+        of pieces that each of so many members receives in a reduce; 0: not known."""
         self.outcome: Literal["committed", "aborted"] | None = None
         self.deadline: float | None = now + settings.join_seconds
         """When to call `tick` next; None when the round is over."""
@@ -56,6 +69,9 @@ class RingRound:
         """The typical contribution to this round if it committed, otherwise to the last round that did."""
         self._owner_count = len(owners)
         self._settings = settings
+        self._pieces_of = pieces_of
+        self._grace = ""
+        """Why the round waits no longer for the owners that are still missing; empty before there is a quorum."""
         self._participants = Participants(owners, history)
         self._attempt = ReduceAttempt(0, (), now)
         self._began = now
@@ -97,7 +113,9 @@ class RingRound:
             return [*self._participants.leave_out(node, why), Abort((node,), why), *self._advance(now)]
         self._last_joined = now
         actions = self._participants.add(node, join)
-        return [*actions, *self._find_donors(), *self._advance(now)]
+        actions += [*self._find_donors(), *self._advance(now)]
+        self._set_grace(now)
+        return actions
 
     def caught_up(self, node: str, now: float) -> list[Action]:
         """A member that was behind has the newest anchor."""
@@ -173,9 +191,11 @@ class RingRound:
             waited = now - self._began
             actions: list[Action] = []
             late = self._participants.missing
+            why = f"it did not join within {waited:.3g} s"
             for node in late:
-                actions += self._participants.leave_out(node, f"it did not join within {waited:.3g} s")
-            return [*actions, *self._advance(now, cut_off=len(late))]
+                actions += self._participants.leave_out(node, f"{why}: {self._grace}" if self._grace else why)
+            # Owners that the round could have waited for say nothing about the deadline.
+            return [*actions, *self._advance(now, cut_off=0 if self._grace else len(late))]
         if not self.attempt:
             behind = self._participants.behind
             return self._without(behind, f"it did not catch up within {self._settings.reduce_seconds:.3g} s", now)
@@ -193,6 +213,15 @@ class RingRound:
         if self.attempt == 0 and not self._participants.behind:
             actions += self._begin(now)
         return actions
+
+    def _set_grace(self, now: float) -> None:
+        """Bring the deadline for joining forward once there is a quorum."""
+        patience, participants = self._settings.patience, self._participants
+        if patience is None or self.join_took is not None or self.deadline is None:
+            return
+        grace = patience.grace(participants.fed(participants.missing), participants.weighed, len(participants.nodes))
+        if grace is not None and now + grace.seconds < self.deadline:
+            self.deadline, self._grace = now + grace.seconds, grace.reason
 
     def _find_donors(self, retry: str | None = None) -> list[Action]:
         return self._participants.find_donors(self.join_took is None, retry)
@@ -224,6 +253,10 @@ class RingRound:
         return None
 
     def _on_reduce_timeout(self, now: float) -> list[Action]:
+        slow, why = self._not_worth_waiting_for(now)
+        if slow:
+            self.reduce_took = PhaseTime(now - self._attempt.began, self._cut_off)
+            return self._without(slow, why, now)
         if self._attempt.extend(now):
             self.deadline = now + max(self._settings.reduce_seconds / 2, SILENT_SECONDS)
             return []
@@ -233,6 +266,19 @@ class RingRound:
         self.reduce_took = PhaseTime(took, self._cut_off)
         reason = f"the reduce was not done after {took:.3g} s: {stragglers.reason}"
         return self._without(stragglers.nodes, reason, now) if stragglers.nodes else self._abort(reason)
+
+    def _not_worth_waiting_for(self, now: float) -> tuple[tuple[str, ...], str]:
+        """The members that a reduce goes on without because waiting for them costs more, and why; none if it does
+        not."""
+        patience, participants = self._settings.patience, self._participants
+        remaining = self._attempt.remaining_seconds(now, self._pieces_of(len(self.members)))
+        slow = self._attempt.stragglers(now).nodes
+        if patience is None or remaining is None or not slow:
+            return (), ""
+        late = participants.weight_of(slow)
+        others, again = participants.weighed - late, self._settings.usual_reduce_seconds
+        why = patience.gives_up(late, others, len(self.members) - len(slow), remaining, again)
+        return (slow if why else ()), why
 
     def _without(self, nodes: Sequence[str], reason: str, now: float) -> list[Action]:
         actions = [action for node in nodes for action in self._participants.leave_out(node, reason)]

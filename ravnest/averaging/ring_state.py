@@ -88,8 +88,15 @@ class RingState:
         finite = math.isfinite(length) and math.isfinite(norm(snapshot[self.vector.coded_values :]))
         return Contribution(snapshot, length, finite)
 
-    def reduce(self, contribution: Contribution, position: RingPosition, piece_values: int | None = None) -> RingReduce:
-        """A new attempt. A contribution that is longer than its declared norm in `position` is clipped to it."""
+    def reduce(
+        self,
+        contribution: Contribution,
+        position: RingPosition,
+        piece_values: int | None = None,
+        codec: Codec | None = None,
+    ) -> RingReduce:
+        """A new attempt. A contribution that is longer than its declared norm in `position` is clipped to it. `codec`:
+        that of this attempt, the same at all members; None: the ring's own."""
         assert not contribution.spent
         scale, norms = 1.0, position.norms
         if norms is not None and norms[position.index] < contribution.norm * (1 - 1e-6):
@@ -100,7 +107,7 @@ class RingState:
             contribution.values,
             self.vector.coded_values,
             position,
-            self.codec,
+            codec or self.codec,
             feedback=self._feedback,
             piece_values=piece_values,
             scale=scale,
@@ -119,7 +126,10 @@ class RingState:
         torch.sub(step, own[:coded], out=own[:coded])
         torch.sub(mean[coded:], own[coded:], out=own[coded:])
         self.committed = round
-        bound = next_residual_norm(self.codec, self._feedback.norm, done.position.declared_length)
+        # A codec without feedback leaves the residual as it was, for a later round with another codec.
+        bound = self._feedback.norm
+        if done.codec.feedback:
+            bound = next_residual_norm(done.codec, bound, done.position.declared_length)
         self._feedback = ErrorFeedback(done.next_residual, bound)
         plain = mean[coded:]
         if self._keeps_memory:

@@ -12,7 +12,8 @@ from typing import Final, NamedTuple
 
 _PIECES_PER_SEGMENT: Final = 16
 """Enough pieces for sending, adding and receiving to overlap."""
-_MIN_VALUES: Final = 4_096
+MIN_PIECE_VALUES: Final = 4_096
+"""Fewer values in a piece would cost more for its frame than they save, and codecs work in blocks of up to 256."""
 _MAX_VALUES: Final = 262_144
 """1 MiB of float32, which stays in the cache from one operation to the next."""
 
@@ -93,8 +94,18 @@ class Segments:
         ]
 
 
-def default_piece_values(values: int, members: int) -> int:
+def default_piece_values(values: int, members: int, max_values: int = _MAX_VALUES) -> int:
     """A sixteenth of a segment, within limits, and a multiple of the smallest piece, because codecs work in blocks."""
     per_segment = -(-values // members)
-    pieces = -(-per_segment // (_PIECES_PER_SEGMENT * _MIN_VALUES))
-    return min(max(pieces, 1) * _MIN_VALUES, _MAX_VALUES)
+    pieces = -(-per_segment // (_PIECES_PER_SEGMENT * MIN_PIECE_VALUES))
+    most = max(min(max_values, _MAX_VALUES) // MIN_PIECE_VALUES, 1)
+    return min(max(pieces, 1), most) * MIN_PIECE_VALUES
+
+
+def pieces_received(values: int, coded_values: int, members: int, max_values: int = _MAX_VALUES) -> int:
+    """The number of pieces that each member receives in a whole reduce, give or take one per hop."""
+    if members < 2 or values == 0:
+        return 0
+    pieces = default_piece_values(values, members, max_values)
+    sections = (coded_values, values - coded_values)
+    return 2 * (members - 1) * sum(-(-count // (members * pieces)) for count in sections)

@@ -6,7 +6,7 @@
 | lossless | about 3.4 | lossless |
 | float16 | 2 | 11 bits from 6e-5 to 65504; smaller values have fewer bits, larger ones become 65504 |
 | bfloat16 | 2 | 8 bits |
-| int8 | 1.02 | error of at most 1/254 of the largest value in a block of 256 |
+| int8 | 1.02 | error of at most 1/254 of the largest value in a block of 256; rings use error feedback |
 | int4 | 0.53 | error of at most 1/14 of the largest value in a block of 64, for senders with error feedback |
 
 Encoded bytes are a wire format: little-endian, and the same on every machine. All codecs are stateless, so several
@@ -38,7 +38,8 @@ class Codec(Protocol):
     varies: bool
     """Whether the encoded size depends on the values, so that it must be sent with them."""
     feedback: bool
-    """Whether the error is so large that a sender should add it to the next values that it sends."""
+    """Whether a ring adds the error to the values of its next round: where a block shares a scale, the small values of
+    the block would otherwise be lost for good."""
     block: int
     """The number of values that share a scale; 1 where each value is encoded by itself."""
     largest: float
@@ -49,7 +50,7 @@ class Codec(Protocol):
 
     def encode(self, values: Tensor) -> Tensor:
         """`values` (flat, contiguous, detached, float32) as a flat uint8 tensor on the same device or on the CPU, which
-        may share their memory. Codecs with feedback accept values on the CPU only.
+        may share their memory. int4 accepts values on the CPU only.
 
         Finite values decode to finite values. The caller checks that the values are finite. The result of a quantising
         codec for other values is unspecified, but it decodes to finite values or is refused.

@@ -33,12 +33,12 @@ _LARGEST_SCALE: Final = torch.nextafter(torch.tensor(LARGEST / _TOP), torch.tens
 
 
 class Int8Codec:
-    """Error of at most 1/254 of the largest value in a block."""
+    """Error of at most 1/254 of the largest value in a block; rings add the error to the next round's values."""
 
     name = "int8"
     lossy = True
     varies = False
-    feedback = False
+    feedback = True
     block = BLOCK
     largest = LARGEST
 

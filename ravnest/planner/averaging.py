@@ -1,16 +1,68 @@
-"""Averaging interval of a plan's clusters."""
+"""Averaging interval of a plan's clusters, from what its rounds are predicted or measured to take."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
+from ravnest.planner.rings.line_shares import STATE_BUDGET
+from ravnest.planner.rings.round_time import RoundTime
 from ravnest.settings import Averaging
+from ravnest.units import duration
 
 MIN_UPDATES: Final = 10
 """Minimum updates of each cluster between two rounds, so that every round averages more than a few microbatches."""
 
-ROUND_SHARE: Final = 4
-"""Minimum interval between rounds, in durations of a round: lines carry both for at most a quarter of the time."""
+EAGER_UPDATES: Final = 40
+"""Updates of each cluster between two rounds up to which a longer interval is better than a codec that loses more."""
+
+ROUND_SHARE: Final = 2
+"""Minimum interval between rounds, in durations of a round, so that a round averages at least as much as is learned
+while it runs."""
+
+BLOCKING_SHARE: Final = 4
+"""The same where training waits for rounds."""
+
+MAX_SLOWDOWN: Final = 0.03
+"""Maximum share of a machine's time that rounds take from training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The time between two rounds."""
+
+    samples: int
+    """Of all clusters."""
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundBasis:
+    """Everything that the interval between rounds follows from."""
+
+    settings: Averaging
+    rates: tuple[float, ...]
+    """Samples per second of each cluster."""
+    samples: int
+    """Of a microbatch."""
+    accumulate: int
+    """Microbatches of an update."""
+    fragments: int
+    time: RoundTime
+    """Predicted, for the fragment that takes longest."""
+
+    def interval(self, round_seconds: float | None = None) -> Interval:
+        """The interval if a round takes this long; None: as long as predicted."""
+        seconds = self.time.seconds if round_seconds is None else round_seconds
+        return average_every(
+            self.settings, self.rates, self.samples, self.accumulate, self.time, self.fragments, seconds
+        )
+
+
+def samples_of_updates(updates: int, rates: Sequence[float], samples: int, accumulate: int, fragments: int) -> float:
+    """Samples of all clusters while the slowest makes this many updates for each fragment."""
+    return updates * accumulate * samples * sum(rates) / min(rates) / fragments
 
 
 def average_every(
@@ -18,24 +70,38 @@ def average_every(
     rates: Sequence[float],
     samples: int,
     accumulate: int,
-    round_seconds: float,
+    time: RoundTime,
     fragments: int,
-) -> tuple[int, str]:
+    round_seconds: float | None = None,
+) -> Interval:
     """Number of samples of all clusters between two rounds, and why.
 
     `rates` are the clusters' samples per second, `samples` those of a microbatch, and `accumulate` microbatches make an
     update. A setting of the job decides. Otherwise every cluster makes MIN_UPDATES updates before everything has been
-    averaged once, in `fragments` rounds, and rounds are at least ROUND_SHARE times their duration apart.
+    averaged once, in `fragments` rounds; state keeps to its budget of every line; rounds take MAX_SLOWDOWN of any
+    machine's time at most; and a round is over well before the next. `round_seconds`: the measured time of a round.
     """
-    if settings.every is not None:
-        return settings.every, f"a round after every {settings.every:,} samples, as averaging.every says"
     together = sum(rates)
-    learned = MIN_UPDATES * accumulate * samples * together / min(rates) / fragments
-    lasting = ROUND_SHARE * round_seconds * together
-    every = max(1, math.ceil(max(learned, lasting)))
-    if lasting > learned:
-        why = f"{ROUND_SHARE} times as long as one takes, which is {round_seconds:.3g} s"
-    else:
-        in_turn = f" between two of the same of {fragments} fragments" if fragments > 1 else ""
-        why = f"so that every cluster has made {MIN_UPDATES} updates{in_turn}"
-    return every, f"a round after every {every:,} samples: {why}"
+    seconds = time.seconds if round_seconds is None else round_seconds
+    takes = f"a round takes {duration(seconds)}"
+    if settings.every is not None:
+        between = settings.every / together
+        late = ", and the next one begins late" if seconds > between else ""
+        return _interval(settings.every, between, f"as averaging.every says; {takes}{late}")
+    in_turn = f" between two of the same of {fragments} fragments" if fragments > 1 else ""
+    share = BLOCKING_SHARE if settings.blocking else ROUND_SHARE
+    wanted = {
+        f"so that every cluster has made {MIN_UPDATES} updates{in_turn}": samples_of_updates(
+            MIN_UPDATES, rates, samples, accumulate, fragments
+        ),
+        f"so that state takes at most {STATE_BUDGET:.0%} of a line": together * time.budget_seconds,
+        f"so that rounds slow training by at most {MAX_SLOWDOWN:.0%}": together * time.coding_seconds / MAX_SLOWDOWN,
+        f"{share} times as long as one takes": together * share * seconds,
+    }
+    why = max(wanted, key=lambda name: wanted[name])
+    every = max(1, math.ceil(wanted[why]))
+    return _interval(every, every / together, f"{why}; {takes}")
+
+
+def _interval(samples: int, seconds: float, why: str) -> Interval:
+    return Interval(samples, seconds, f"a round every {samples:,} samples, {duration(seconds)}, {why}")

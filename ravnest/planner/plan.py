@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from ravnest.graph.cutting.partition import split
 from ravnest.graph.portable import PortableGraph
+from ravnest.planner.averaging import RoundBasis
 from ravnest.planner.cluster import Cluster, StageCost
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.problem import Goal, Network, Provider
@@ -115,6 +116,10 @@ class RingPlan:
     owners: tuple[str, ...]
     """One provider of each cluster; each sends to the next, and the last to the first."""
     tensors: RingTensors
+    codec: str = "float32"
+    """Codec of the differences of its parameters."""
+    piece_values: int = 0
+    """Maximum number of values in a piece; 0: the default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +130,9 @@ class RingStages:
     stages: tuple[tuple[int, int], ...]
     """Cluster and stage of each owner."""
     tensors: RingTensors
+    codec: str = "float32"
+    """See `RingPlan`."""
+    piece_values: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +173,9 @@ class Plan:
     average_every: int = 0
     """Samples of all clusters together between two rounds; 0 where there is one cluster."""
     average_reason: str = ""
-    """Why rounds are this far apart."""
+    """Why rounds are this far apart, and how they travel."""
+    round_basis: RoundBasis | None = None
+    """What the distance between rounds follows from; None where there is one cluster."""
     versions_reason: str = ""
     """Why weights and activations are kept as they are."""
     slowed: float = 1.0
@@ -215,6 +225,8 @@ class Plan:
                 ring.fragment,
                 tuple(self.clusters[cluster].stages[stage].node for cluster, stage in ring.stages),
                 ring.tensors,
+                ring.codec,
+                ring.piece_values,
             )
             for number, ring in enumerate(self.ring_stages)
         )

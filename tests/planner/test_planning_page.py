@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ravnest.planner.averaging import MIN_UPDATES, ROUND_SHARE
+from ravnest.planner.averaging import BLOCKING_SHARE, EAGER_UPDATES, MAX_SLOWDOWN, MIN_UPDATES, ROUND_SHARE
 from ravnest.planner.cluster import Cluster, StageCost, cluster_of, memory_bytes
 from ravnest.planner.count_costs import MAX_PLACES
 from ravnest.planner.in_flight import decision as flight
@@ -31,6 +31,7 @@ from ravnest.planner.reliability import (
     expected_absent,
 )
 from ravnest.planner.rings import order as ring_order
+from ravnest.planner.rings.line_shares import STATE_BUDGET, STATE_FLOOR
 from ravnest.planner.search import exhaustive, order
 from ravnest.planner.shared_limits import RESULT_BYTES, totals
 from ravnest.preview.dry_run import MAX_SEARCHED
@@ -387,6 +388,11 @@ NUMBERS = [
     ("Less than {} of a machine", MIN_EXPECTED_ABSENT),
     ("starts with a credit of {:.0f} hours", PRIOR_SECONDS / 3600),
     ("at least {} times as long as a round", ROUND_SHARE),
+    ("({} times with `averaging.blocking`", BLOCKING_SHARE),
+    ("until every cluster has made {} updates", EAGER_UPDATES),
+    ("at most {:.0f} % of any line", 100 * STATE_BUDGET),
+    ("at least {:.0f} % of the line", 100 * STATE_FLOOR),
+    ("at most {:.0f} % of any machine's time", 100 * MAX_SLOWDOWN),
     ("takes `average_every` to be {}.", Goal().average_every),
     ("stands still for {:.0f} seconds", DEPLOY_SECONDS),
     ("works less than {:.1f} % of the time", 100 * flight_measures.IDLE),

@@ -1,11 +1,13 @@
 """Records of the coordinator about each ring: those of all rounds, and those of the current round."""
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from ravnest.averaging.guards import TypicalContribution
 from ravnest.averaging.participants import RingHistory
 from ravnest.averaging.ring_round import RingRound
+from ravnest.averaging.segments import pieces_received
 from ravnest.planner.plan import RingPlan
 
 
@@ -28,6 +30,12 @@ class RingRecord:
     @property
     def history(self) -> RingHistory:
         return RingHistory(self.committed, self.counted, self.outlying, self.typical)
+
+    def pieces_of(self, members: int) -> int:
+        """The number of pieces that each of so many members receives in a reduce, about; moments do not count."""
+        tensors, most = self.plan.tensors, self.plan.piece_values
+        coded = sum(math.prod(spec.shape) for spec in tensors.parameters)
+        return pieces_received(tensors.values, coded, members, *([most] if most else []))
 
     def owners_in(self, fed: Mapping[str, int]) -> dict[str, int]:
         """The owners that have been fed, in ring order, each with the samples since its last round."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ravnest.averaging.deadlines import Deadlines
+from ravnest.averaging.patience import Patience
 from ravnest.averaging.ring_round import RingRound, RoundSettings
 from ravnest.averaging.round_messages import Abort, Action, Begin, CatchUp, Commit, Join, Notice
 from ravnest.coordinator.averaging.ring_records import LiveRing, RingRecord
@@ -36,6 +37,18 @@ from ravnest.units import counted
 
 Emit = Callable[..., None]
 """Writes an event, given its kind, its reason and its fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRound:
+    """The time of a round that ran in the background and counted on all its rings."""
+
+    joining_seconds: float
+    """Until the last owner had joined."""
+    reducing_seconds: float
+    """The reduce of the slowest ring."""
+    seconds: float
+    """The whole round, until the mean was in all stages."""
 
 
 @dataclass
@@ -85,6 +98,9 @@ class Rounds:
         """The deadline for reports that the mean is in the parameters."""
         self._timer: asyncio.TimerHandle | None = None
         self._totals = _Totals()
+        self._is_urgent = False
+        self.on_measured: Callable[[MeasuredRound], None] = lambda measured: None
+        """Called with the time of each round that is like those to come."""
         self.complete = False
         """Whether the last round counted on all its rings and for all their owners."""
         self.last = ""
@@ -119,21 +135,37 @@ class Rounds:
             skipped=totals.skipped,
         )
 
-    def announce(self, fragment: int, owners: Mapping[str, int], reason: str) -> int:
+    def announce(
+        self,
+        fragment: int,
+        owners: Mapping[str, int],
+        reason: str,
+        patience: Patience | None = None,
+        is_urgent: bool = False,
+    ) -> int:
         """Begin a round for the rings of a fragment (0: all rings) and return its number.
 
         `owners`: the nodes that take part, each with the samples that its cluster has been fed. The caller tells them
-        of the round.
+        of the round. `patience`: what leaving an owner out costs; None: the round waits for all. `is_urgent`: training
+        stands still until the round is over.
         """
         assert not self.under_way, "one round after the other"
         self._round += 1
+        self._is_urgent = is_urgent
         self._began, self._fed = time.monotonic(), owners
         self._emit("round_begun", reason, round=self._round, fragment=fragment)
         deadlines = self._deadlines
-        settings = RoundSettings(deadlines.joining.seconds, deadlines.reducing.seconds, self._outlier)
+        settings = RoundSettings(
+            deadlines.joining.seconds,
+            deadlines.reducing.seconds,
+            self._outlier,
+            patience=patience,
+            usual_reduce_seconds=deadlines.reducing.usual_seconds,
+        )
         for ring in self._rings:
             if fragment in (0, ring.plan.fragment + 1):
-                ring_round = RingRound(ring.owners_in(owners), ring.history, settings, self._began)
+                owners_of_ring = ring.owners_in(owners)
+                ring_round = RingRound(owners_of_ring, ring.history, settings, self._began, ring.pieces_of)
                 self._live[ring.plan.ring] = LiveRing(ring, ring_round)
         self._settle()
         return self._round
@@ -252,7 +284,7 @@ class Rounds:
         for action in actions:
             match action:
                 case Begin():
-                    self._begin(number, action)
+                    self._begin(live, action)
                 case CatchUp():
                     self._catch_up(number, action.donor, action.node, action.committed, donate=True)
                     self._catch_up(number, action.node, action.donor, action.committed, donate=False)
@@ -263,23 +295,33 @@ class Rounds:
                 case Notice():
                     self._emit(action.kind, action.reason, provider=action.node, round=self._round, ring=number)
 
-    def _begin(self, ring: int, action: Begin) -> None:
+    def _begin(self, live: LiveRing, action: Begin) -> None:
+        plan = live.record.plan
         members = [RingMember(node=m.node, weight=m.weight, norm=m.norm) for m in action.members]
         for index, member in enumerate(action.members):
             begin = RingBegin(
                 deployment=self.deployment,
                 round=self._round,
-                ring=ring,
+                ring=plan.ring,
                 attempt=action.attempt,
                 members=members,
                 counters=action.counters,
                 index=index,
+                codec=plan.codec,
+                piece_values=plan.piece_values,
+                urgent=self._is_urgent,
             )
             self._tell(member.node, CoordinatorMessage(ring_begin=begin))
 
     def _catch_up(self, ring: int, node: str, other: str, committed: int, donate: bool) -> None:
         order = RingCatchUp(
-            deployment=self.deployment, round=self._round, ring=ring, node=other, donate=donate, committed=committed
+            deployment=self.deployment,
+            round=self._round,
+            ring=ring,
+            node=other,
+            donate=donate,
+            committed=committed,
+            urgent=self._is_urgent,
         )
         self._tell(node, CoordinatorMessage(ring_catch_up=order))
 
@@ -355,7 +397,14 @@ class Rounds:
                 sum(len(live.round.members) for live in committed),
                 sum(len(live.direct) for live in committed),
             )
+            joins = [live.round.join_took.seconds for live in committed if live.round.join_took is not None]
+            reduces = [live.round.reduce_took.seconds for live in committed if live.round.reduce_took is not None]
+            measured = MeasuredRound(max(joins, default=0.0), max(reduces, default=0.0), seconds)
+            if not self._is_urgent and not any(live.round.left_out or live.is_late for live in rings):
+                self.on_measured(measured)
             numbers = {
+                "joining_seconds": measured.joining_seconds,
+                "reducing_seconds": measured.reducing_seconds,
                 "rings": len(committed),
                 "clusters": owners,
                 "seconds": seconds,

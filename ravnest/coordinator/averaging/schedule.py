@@ -7,6 +7,8 @@ nothing in flight, so that all clusters have the same model afterwards.
 from contextlib import suppress
 from typing import Final
 
+from ravnest.averaging.patience import Patience
+from ravnest.coordinator.averaging.round_interval import RoundInterval
 from ravnest.coordinator.averaging.rounds import Rounds
 from ravnest.coordinator.feed.cluster_state import RoundMark
 from ravnest.coordinator.feed.ledger import DataPosition
@@ -29,16 +31,17 @@ class AveragingSchedule:
         dispatcher: Dispatcher,
         checkpointer: Checkpointer,
         rounds: Rounds,
-        every_samples: int,
+        interval: RoundInterval,
         blocking: bool,
     ) -> None:
-        """`every_samples` is the number of samples fed between rounds. With `blocking`, feeding stops for each round,
-        which runs with nothing in flight."""
+        """`interval` says how many samples are fed between rounds. With `blocking`, feeding stops for each round, which
+        runs with nothing in flight."""
         self.rounds = rounds
+        rounds.on_measured = interval.learn
         self._context = context
         self._dispatcher = dispatcher
         self._checkpointer = checkpointer
-        self._every_samples = every_samples
+        self._interval = interval
         self._blocking = blocking
         self._is_closed = False
         self._announced_at = dispatcher.fed_samples
@@ -61,7 +64,7 @@ class AveragingSchedule:
             return
         since = dispatcher.fed_samples - self._announced_at
         checkpoint = None if dispatcher.replaying else self._checkpointer.due(dispatcher.fed_place)
-        if since < self._every_samples and checkpoint is None:
+        if since < self._interval.now.samples and checkpoint is None:
             return
         reason = checkpoint or f"{since} samples since the last one"
         if self._blocking:
@@ -72,7 +75,9 @@ class AveragingSchedule:
                     await self._checkpointer.now()
             return
         all_rings = checkpoint is not None or rounds.fragments == 1
-        self._begin(0 if all_rings else rounds.begun % rounds.fragments + 1, reason)
+        # A checkpoint needs a round that counts for all owners.
+        patience = self._interval.patience if checkpoint is None else None
+        self._begin(0 if all_rings else rounds.begun % rounds.fragments + 1, reason, patience)
         if checkpoint is not None:
             self._checkpointer.is_expected = True
             self._context.spawn(self._save(dispatcher.fed_place, checkpoint))
@@ -89,7 +94,7 @@ class AveragingSchedule:
                     await self._context.until(lambda: not rounds.under_way)
             if self._is_closed or len(dispatcher.clusters.whole) < 2 or self.is_averaged:
                 return
-            self._begin(0, reason)
+            self._begin(0, reason, is_urgent=True)
             await self._send_marks()
             await self._context.until(lambda: not rounds.under_way)
             if rounds.complete:
@@ -105,12 +110,12 @@ class AveragingSchedule:
     def _is_drained(self) -> bool:
         return self._dispatcher.clusters.is_drained(self._context.ledger)
 
-    def _begin(self, fragment: int, reason: str) -> None:
+    def _begin(self, fragment: int, reason: str, patience: Patience | None = None, is_urgent: bool = False) -> None:
         # A cluster that is being deployed or rebuilt has nothing to contribute.
         clusters = [cluster for cluster in self._dispatcher.clusters.whole if not cluster.is_forming]
         self._announced_at = self._dispatcher.fed_samples
         owners = {node: cluster.fed_samples for cluster in clusters for node in cluster.nodes}
-        number = self.rounds.announce(fragment, owners, reason)
+        number = self.rounds.announce(fragment, owners, reason, patience, is_urgent)
         for cluster in clusters:
             cluster.mark = RoundMark(number, fragment)
 

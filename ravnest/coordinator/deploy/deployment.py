@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from ravnest.averaging.deadlines import Deadlines
+from ravnest.coordinator.averaging.round_interval import RoundInterval
 from ravnest.coordinator.averaging.rounds import Rounds
 from ravnest.coordinator.averaging.schedule import AveragingSchedule
 from ravnest.coordinator.deploy.deployment_record import ClusterRecord, DeploymentRecord, digest_of
@@ -28,8 +29,10 @@ from ravnest.coordinator.run.orders import Orders, ring_settings, stage_key
 from ravnest.coordinator.run.stage_artifacts import StageArtifacts
 from ravnest.coordinator.swarm.members import Member
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Start
+from ravnest.planner.averaging import RoundBasis
 from ravnest.planner.plan import Plan
 from ravnest.planner.proposal import Proposal
+from ravnest.planner.rings.round_time import joining_seconds
 from ravnest.planner.search.fixed_layout import ClusterLayout
 
 REPLACED = "another deployment has taken its place"
@@ -84,10 +87,10 @@ class Deployment:
         self.in_flight = InFlightLimits(context, self.id, self.clusters.all, is_fixed, allowed)
         self.averaging: AveragingSchedule | None = None
         """None with one cluster."""
-        if plan.rings:
-            every, blocking = plan.average_every, prepared.job.averaging.blocking
+        if plan.rings and plan.round_basis is not None:
+            interval, blocking = RoundInterval(plan.round_basis, context.emit), prepared.job.averaging.blocking
             self.averaging = AveragingSchedule(
-                context, run.dispatcher, run.checkpointer, self._rounds(run), every, blocking
+                context, run.dispatcher, run.checkpointer, self._rounds(run, plan.round_basis), interval, blocking
             )
         self._run = run
 
@@ -271,19 +274,16 @@ class Deployment:
         for cluster in self.clusters.all:
             cluster.end(REPLACED)
 
-    def _rounds(self, run: JobRun) -> Rounds:
+    def _rounds(self, run: JobRun, basis: RoundBasis) -> Rounds:
         plan, context = self.plan, run.context
         # A cluster joins a round when everything that was fed before has passed its stages.
         costs = [replace(cluster.plan.cost, in_flight=cluster.in_flight) for cluster in self.clusters.all]
-        waits = [
-            (cluster.in_flight + cluster.ahead) * cost.period_seconds + cost.round_trip_seconds
-            for cluster, cost in zip(self.clusters.all, costs, strict=True)
-        ]
+        waits = [joining_seconds(cost, cluster.ahead) for cluster, cost in zip(self.clusters.all, costs, strict=True)]
         return Rounds(
             plan.rings,
             self.id,
             self.prepared.job.averaging.outlier,
-            Deadlines(max(waits), plan.round_seconds, context.timeouts.rounds),
+            Deadlines(max(waits), basis.time.reducing_seconds, context.timeouts.rounds),
             lambda node_id, message: context.spawn(context.tell(node_id, message)),
             context.emit,
             context.notify,

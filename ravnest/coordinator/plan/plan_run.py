@@ -160,12 +160,19 @@ def plan_members(
     return replace(
         plan,
         ring_stages=tuple(
-            RingStages(part.fragment, tuple(position[owner] for owner in part.ring.owners), part.tensors)
-            for part in averaged.parts
+            RingStages(
+                each.part.fragment,
+                tuple(position[owner] for owner in each.part.ring.owners),
+                each.part.tensors,
+                each.codec.codec,
+                each.piece_values,
+            )
+            for each in averaged.parts
         ),
-        round_seconds=averaged.round_seconds,
-        average_every=averaged.every,
+        round_seconds=averaged.basis.time.seconds,
+        average_every=averaged.interval.samples,
         average_reason=averaged.reason,
+        round_basis=averaged.basis,
     )
 
 

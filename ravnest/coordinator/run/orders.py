@@ -25,6 +25,7 @@ from ravnest.job import Job
 from ravnest.net.address import join_address, split_address
 from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy, Neighbour, Ring
 from ravnest.planner.plan import ClusterPlan, Plan, RingPlan, StagePlan
+from ravnest.planner.rings.ring_codecs import AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,8 @@ def ring_settings(job: Job, clusters: int) -> RingSettings:
         outer=averaging.outer,
         outer_rate=averaging.outer_rate,
         outer_momentum=momentum,
-        codec=averaging.codec,
+        # Each attempt names the codec of its ring.
+        codec="float32" if averaging.codec == AUTO else averaging.codec,
         optimizer_state=averaging.optimizer_state,
     )
 

@@ -18,6 +18,7 @@ from ravnest.planner.line_arrays import LineArrays
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.problem import Network, Pair, Provider
 from ravnest.planner.proposal import Proposal
+from ravnest.planner.rings.line_shares import WHOLE_LINES, LineShares
 from ravnest.planner.rings.order import Order, ring_order, slowest
 
 
@@ -42,9 +43,14 @@ class Ring:
         return tuple(itertools.pairwise((*self.owners, self.owners[0])))
 
     @property
+    def sent_times(self) -> float:
+        """How many times each owner sends its parameters, and receives as much, in a round."""
+        return 2 * (len(self.owners) - 1) / len(self.owners)
+
+    @property
     def sent_bytes(self) -> float:
         """Bytes that each owner sends, and receives, in a round."""
-        return 2 * (len(self.owners) - 1) / len(self.owners) * self.parameter_bytes
+        return self.sent_times * self.parameter_bytes
 
 
 def rings_of(
@@ -75,11 +81,14 @@ def rings_of(
     return tuple(rings)
 
 
-def round_seconds(rings: Iterable[Ring], network: Network, providers: Mapping[str, Provider]) -> float:
-    """Duration of a round in which all rings run at once and share the lines of their providers.
-
-    Latency is left out: it is short compared with a round, and sending in many chunks hides it.
-    """
+def round_seconds(
+    rings: Iterable[Ring],
+    network: Network,
+    providers: Mapping[str, Provider],
+    shares: LineShares = WHOLE_LINES,
+) -> float:
+    """Time of a round's pieces on the busiest line: all rings run at once and get these shares of the lines of their
+    providers. Latency and computing are left out, see `round_time`."""
     up: dict[str, float] = defaultdict(float)
     down: dict[str, float] = defaultdict(float)
     between: dict[Pair, float] = defaultdict(float)
@@ -95,10 +104,10 @@ def round_seconds(rings: Iterable[Ring], network: Network, providers: Mapping[st
                 relayed += ring.sent_bytes
     requester = network.requester
     return max(
-        relayed / requester.up_bytes_per_second,
-        relayed / requester.down_bytes_per_second,
-        *(size / providers[name].up_bytes_per_second for name, size in up.items()),
-        *(size / providers[name].down_bytes_per_second for name, size in down.items()),
+        relayed / (requester.up_bytes_per_second * shares.relay_up),
+        relayed / (requester.down_bytes_per_second * shares.relay_down),
+        *(size / (providers[name].up_bytes_per_second * shares.up_of(name)) for name, size in up.items()),
+        *(size / (providers[name].down_bytes_per_second * shares.down_of(name)) for name, size in down.items()),
         *(
             size / network.line(providers[sender], providers[receiver]).bytes_per_second
             for (sender, receiver), size in between.items()

@@ -52,11 +52,20 @@ class RingPart:
     """Counted from 0."""
     tensors: RingTensors
 
+    @property
+    def values(self) -> int:
+        """Number of averaged values."""
+        return self.tensors.values
+
+    @property
+    def coded_values(self) -> int:
+        """Number of those that travel in the ring's codec: the parameters."""
+        return sum(math.prod(spec.shape) for spec in self.tensors.parameters)
+
     def as_ring(self, share: float = 1.0) -> Ring:
         """A ring of the size of this part on the line, where `share` is the codec's share of the uncoded bytes."""
-        plain = sum(math.prod(spec.shape) for spec in self.tensors.buffers)
-        coded = self.tensors.values - plain
-        return replace(self.ring, parameter_bytes=4.0 * (coded * share + plain))
+        plain = self.values - self.coded_values
+        return replace(self.ring, parameter_bytes=4.0 * (self.coded_values * share + plain))
 
 
 def tensors_of(graph: PortableGraph, layout: Layout, ring: Ring) -> RingTensors:

@@ -17,6 +17,7 @@ class Donation:
         """The whole donation, once its last piece has come."""
         self._max_values = max_values
         self._pieces: list[torch.Tensor] = []
+        self._count = 0
 
     def take(self, peer: str, place: RingPlace, data: torch.Tensor) -> bool:
         """Take the next piece; returns whether it was the last. PeerError for a piece that is not the next one, comes
@@ -24,7 +25,8 @@ class Donation:
         if peer != self.donor or place.chunk != len(self._pieces) or data.numel() % 4:
             raise PeerError(f"{peer} sent a piece of an anchor of ring {place.ring} that is not awaited")
         self._pieces.append(data.view(torch.float32))
-        if sum(piece.numel() for piece in self._pieces) > self._max_values:
+        self._count += self._pieces[-1].numel()
+        if self._count > self._max_values:
             raise PeerError(f"{peer} sent more than the anchor of ring {place.ring}")
         if place.last:
             self.values, self._pieces = torch.cat(self._pieces), []

@@ -22,7 +22,7 @@ from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.v1.control_pb2 import Deploy, Neighbour
 from ravnest.provider.links.stage_link import StageLink
 from ravnest.provider.rings.receiver import PieceReceiver
-from ravnest.provider.rings.sender import PieceSender
+from ravnest.provider.rings.sender import PieceSender, WaitTurn
 
 WINDOW_BYTES: Final = 16 << 20
 """Maximum number of unconfirmed bytes on a link. Smaller than between stages, because the rest of an attempt that was
@@ -45,7 +45,10 @@ class RingLines:
         node: NodeIdentity,
         client: CoordinatorClient,
         receiver: PieceReceiver,
+        wait_turn: WaitTurn | None = None,
     ) -> None:
+        """`wait_turn`: see `PieceSender`."""
+        self._wait_turn = wait_turn
         self.client = client
         """The connection to the coordinator, which relays links. Replaced after a reconnect, for new lines."""
         self._generation = generation
@@ -109,21 +112,27 @@ class RingLines:
         await asyncio.gather(*(line.close(timeout_seconds) for line in self._lines.values()), self._closing.wait())
 
     def _make_line(self, peer: Neighbour) -> "_Line":
-        return _Line(peer, self._generation, self._node, self.client, self._receiver)
+        return _Line(peer, self._generation, self._node, self.client, self._receiver, self._wait_turn)
 
 
 class _Line:
     """Everything between this stage and one other owner, except direct lines that the other owner dialled."""
 
     def __init__(
-        self, peer: Neighbour, generation: int, node: NodeIdentity, client: CoordinatorClient, receiver: PieceReceiver
+        self,
+        peer: Neighbour,
+        generation: int,
+        node: NodeIdentity,
+        client: CoordinatorClient,
+        receiver: PieceReceiver,
+        wait_turn: WaitTurn | None = None,
     ) -> None:
         self._peer = peer
         self._node = node
         self._client = client
         self._receiver = receiver
         self.end = self._make_end()
-        self.sender = PieceSender(peer, generation, node, receiver, self._send_frame)
+        self.sender = PieceSender(peer, generation, node, receiver, self._send_frame, wait_turn)
         self._is_closed = False
         self._linking: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None

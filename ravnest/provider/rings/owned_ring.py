@@ -10,6 +10,7 @@ import torch
 from ravnest.averaging.outer.outer import outer_named
 from ravnest.averaging.ring_reduce import RingReduce
 from ravnest.averaging.ring_state import Contribution, RingState
+from ravnest.averaging.segments import default_piece_values
 from ravnest.averaging.settings import RingSettings
 from ravnest.codecs.codec import codec_named
 from ravnest.engine.weights.moments import moment_names
@@ -59,6 +60,8 @@ class JoinedRound:
     attempt: CurrentAttempt | None = None
     donation: Donation | None = None
     """The donation that this owner waits for, if any."""
+    is_urgent: bool = False
+    """Whether training stands still until the round is over, so that its pieces are not held back."""
 
 
 @dataclass
@@ -117,6 +120,13 @@ class OwnedRing:
     @property
     def number(self) -> int:
         return self.ring.ring
+
+    def piece_values(self, members: int, max_values: int) -> int:
+        """The number of values in a piece of a reduce with this many members; `max_values` 0: the default."""
+        values = self.state.vector.values
+        return (
+            default_piece_values(values, members, max_values) if max_values else default_piece_values(values, members)
+        )
 
     def is_early(self, place: RingPlace) -> bool:
         """Whether this piece belongs to an attempt or a donation that this owner has not been told of yet."""

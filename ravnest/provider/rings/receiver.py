@@ -113,6 +113,13 @@ class PieceReceiver:
                 return False
             return place.donation or (joined.attempt is not None and joined.attempt.run.number == place.attempt)
 
+    def is_urgent(self, place: RingPlace) -> bool:
+        """Whether a piece belongs to a round for which training stands still, so that it must not be held back. On any
+        thread."""
+        with self._changed:
+            joined = self._rings[place.ring].joined
+            return joined is not None and joined.is_urgent
+
     def on_line_broken(self, peer: str, reason: str) -> None:
         """A line broke, or brought an invalid piece: attempts that need it cannot go on."""
         for owned in self._rings.values():

@@ -22,6 +22,7 @@ from ravnest.averaging.ring_reduce import Piece
 from ravnest.averaging.segments import RingPosition
 from ravnest.averaging.settings import RingSettings
 from ravnest.background import BackgroundTasks
+from ravnest.codecs.codec import codec_named
 from ravnest.engine.messages import Snapshot
 from ravnest.engine.stage import Stage
 from ravnest.engine.worker import StageWorker
@@ -47,8 +48,8 @@ from ravnest.provider.rings.reports import RingReports
 from ravnest.provider.rings.ring_tensors import counter_tensors, counters_of, flat
 from ravnest.provider.rings.shifts import Shift
 
-_DONATION_VALUES: Final = 1 << 18
-"""Values in one piece of a donation."""
+DONATION_VALUES: Final = 1 << 14
+"""Values in one piece of a donation: 64 KiB, so that no piece keeps a slow line busy for long."""
 
 
 class Rings:
@@ -247,7 +248,14 @@ class Rings:
         after, before = nodes[(order.index + 1) % len(nodes)], nodes[order.index - 1]
         weights, norms = [m.weight for m in order.members], [m.norm for m in order.members]
         position = RingPosition(order.index, weights, norms)
-        reduce = await self._in_thread(owned.state.reduce, joined.contribution, position)
+        try:
+            codec = codec_named(order.codec) if order.codec else None
+        except PeerError as error:
+            # A newer coordinator may know codecs that this provider does not.
+            self._reports.failed(owned, number, self._node_id, str(error))
+            return
+        pieces = owned.piece_values(len(nodes), order.piece_values)
+        reduce = await self._in_thread(owned.state.reduce, joined.contribution, position, pieces, codec)
 
         def send(piece: Piece) -> None:
             place = RingPlace(joined.round, order.ring, number, piece.hop, piece.segment, piece.chunk)
@@ -267,6 +275,7 @@ class Rings:
             if joined.attempt is not None:
                 joined.attempt.run.close()
             joined.attempt = CurrentAttempt(attempt, after, tuple(order.counters))
+            joined.is_urgent = order.urgent
             owned.decided.set()
         await self._in_thread(attempt.start)
 
@@ -331,8 +340,10 @@ class Rings:
             with self.receiver.changing():
                 joined.donation = donation
             return
+        with self.receiver.changing():
+            joined.is_urgent = order.urgent
         values = await self._in_thread(owned.state.donation)
-        pieces = torch.split(values, _DONATION_VALUES)
+        pieces = torch.split(values, DONATION_VALUES)
         for number, piece in enumerate(pieces):
             last = number == len(pieces) - 1
             place = RingPlace(order.round, order.ring, chunk=number, donation=True, last=last)

@@ -19,21 +19,34 @@ from ravnest.provider.rings.receiver import PieceReceiver
 
 DIAL_SECONDS: Final = 2.0
 
+WaitTurn = Callable[[int], None]
+"""Blocks until so many bytes of state may be sent: see `PieceSender`."""
+
 SendFrame = Callable[[Frame], Coroutine[Any, Any, None]]
 """Sends a frame over the link, on the network's loop."""
 
 
 class PieceSender:
-    """Sends pieces in order on a thread of its own, which the first piece starts. `put` may be called on any thread."""
+    """Sends pieces in order on a thread of its own, which the first piece starts. `put` may be called on any thread.
+
+    With `wait_turn`, each piece waits for its turn on this machine's line, unless training stands still for the round.
+    """
 
     def __init__(
-        self, peer: Neighbour, generation: int, node: NodeIdentity, receiver: PieceReceiver, send_frame: SendFrame
+        self,
+        peer: Neighbour,
+        generation: int,
+        node: NodeIdentity,
+        receiver: PieceReceiver,
+        send_frame: SendFrame,
+        wait_turn: WaitTurn | None = None,
     ) -> None:
         self._peer = peer
         self._generation = generation
         self._node = node
         self._receiver = receiver
         self._send_frame = send_frame
+        self._wait_turn = wait_turn
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[tuple[RingPlace, torch.Tensor] | None] = queue.SimpleQueue()
         self._direct: DirectLine | None = None
@@ -67,6 +80,12 @@ class PieceSender:
             place, data = item
             if not self._receiver.is_wanted(place):
                 continue
+            if self._wait_turn is not None and not self._receiver.is_urgent(place):
+                self._wait_turn(data.nbytes)
+                if self._is_closed:
+                    return
+                if not self._receiver.is_wanted(place):
+                    continue
             try:
                 self._send(place, data)
             except (PeerError, CancelledError, RuntimeError) as error:

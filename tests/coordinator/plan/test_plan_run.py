@@ -1,6 +1,7 @@
 """What members said of themselves becomes what the planner takes; what it needs to know of lines is measured."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -38,12 +39,13 @@ from ravnest.engine.speed.device_speed import Speed
 from ravnest.errors import PeerError, PlanError
 from ravnest.graph.profile import CostProfile
 from ravnest.net.probe.measuring import LinkSpeed
-from ravnest.planner.averaging import MIN_UPDATES, ROUND_SHARE, average_every
+from ravnest.planner.averaging import BLOCKING_SHARE, MAX_SLOWDOWN, MIN_UPDATES, ROUND_SHARE, average_every
 from ravnest.planner.cluster import memory_bytes
 from ravnest.planner.in_flight.lr_bound import CAUTIOUS_STALENESS
 from ravnest.planner.plan import Plan, RingStages
 from ravnest.planner.problem import Goal, Line, Network, Provider
 from ravnest.planner.reliability import Attendance
+from ravnest.planner.rings.round_time import RoundTime
 from ravnest.planner.rings.tensors import RingTensors
 from ravnest.preview.nodes_file import read_nodes
 from tests.builders import a_plan, cluster_plan, stage_plan
@@ -276,26 +278,66 @@ def test_several_clusters_have_rings_of_their_parameters(prepared: PreparedJob) 
 
 def test_fragments_are_averaged_in_turn_and_rounds_are_as_much_shorter(prepared: PreparedJob) -> None:
     slow = [Provider(name=f"p{i}", memory_bytes=1 << 40, up_bytes_per_second=1e4) for i in range(2)]
-    whole = plan_members(prepared, slow, Network(), goal_of(prepared.job, 2, 2))
-    job = replace(prepared.job, averaging=Averaging(fragments=4))
-    parts = plan_members(replace(prepared, job=job), slow, Network(), goal_of(job, 2, 2))
+
+    def planned(averaging: Averaging) -> Plan:
+        job = replace(prepared.job, averaging=averaging)
+        return plan_members(replace(prepared, job=job), slow, Network(), goal_of(job, 2, 2))
+
+    whole, parts = planned(Averaging(codec="float32")), planned(Averaging(codec="float32", fragments=4))
     assert [len({ring.fragment for ring in plan.rings}) for plan in (whole, parts)] == [1, 4]
     assert parts.round_seconds == pytest.approx(whole.round_seconds / 4, rel=0.1)
-    small = replace(prepared.job, averaging=Averaging(codec="int8"))
-    coded = plan_members(replace(prepared, job=small), slow, Network(), goal_of(small, 2, 2))
+    coded = planned(Averaging(codec="int8"))
     assert coded.round_seconds == pytest.approx(whole.round_seconds / 4, rel=0.05)
+    assert {ring.codec for ring in coded.rings} == {"int8"} and {ring.codec for ring in whole.rings} == {"float32"}
+
+
+def test_the_codec_of_rings_follows_their_lines_and_is_told(prepared: PreparedJob) -> None:
+    def planned(rate: float, host: str = "") -> Plan:
+        providers = [
+            Provider(name=f"p{i}", memory_bytes=1 << 40, up_bytes_per_second=rate, host=host, cores=4) for i in range(2)
+        ]
+        return plan_members(prepared, providers, Network(), goal_of(prepared.job, 2, 2))
+
+    fast, slow, at_home = planned(1e12), planned(1e4), planned(1e4, "desk")
+    assert [{ring.codec for ring in plan.rings} for plan in (fast, slow, at_home)] == [
+        {"float32"},
+        {"int4"},
+        {"float32"},
+    ]
+    assert "in float32: each owner sends" in fast.reason and "of its slowest line" in fast.reason
+    assert "in int4: each owner sends" in slow.reason and slow.reason.endswith("carry in reasonable time")
+    assert "no line between its owners has a limit" in at_home.reason
+    # A slow line carries small pieces.
+    assert all(0 < ring.piece_values <= 2 * (64 << 10) for ring in slow.rings)
+    assert all(ring.piece_values == 0 for ring in at_home.rings)
 
 
 def test_rounds_come_as_often_as_the_job_says_or_lines_and_updates_allow() -> None:
-    every, why = average_every(Averaging(every=1234), [10.0, 10.0], 8, 1, 1e9, 1)
-    assert every == 1234 and "averaging.every" in why
+    forever, at_once, long = RoundTime(1e9), RoundTime(), RoundTime(joining_seconds=20.0, line_seconds=80.0)
+    every = average_every(Averaging(every=1234), [10.0, 10.0], 8, 1, forever, 1)
+    assert every.samples == 1234 and "averaging.every" in every.reason and "begins late" in every.reason
     # The slower cluster makes its updates while the other makes three times as many.
-    every, why = average_every(Averaging(), [30.0, 10.0], 8, 2, 0.0, 1)
-    assert every == MIN_UPDATES * 2 * 8 * 4 and f"{MIN_UPDATES} updates" in why
-    every, why = average_every(Averaging(), [30.0, 10.0], 8, 1, 100.0, 1)
-    assert every == ROUND_SHARE * 100 * 40 and "100 s" in why
-    every, why = average_every(Averaging(), [10.0, 10.0], 8, 1, 0.0, 4)
-    assert every == MIN_UPDATES * 8 * 2 / 4 and "the same of 4 fragments" in why
+    every = average_every(Averaging(), [30.0, 10.0], 8, 2, at_once, 1)
+    assert every.samples == MIN_UPDATES * 2 * 8 * 4 and f"{MIN_UPDATES} updates" in every.reason
+    every = average_every(Averaging(), [30.0, 10.0], 8, 1, long, 1)
+    assert every.samples == ROUND_SHARE * 100 * 40 and "takes 1:40" in every.reason
+    assert every.seconds == ROUND_SHARE * 100 and every.reason.startswith("a round every 8,000 samples, 3:20, ")
+    every = average_every(Averaging(blocking=True), [30.0, 10.0], 8, 1, long, 1)
+    assert every.samples == BLOCKING_SHARE * 100 * 40
+    every = average_every(Averaging(), [10.0, 10.0], 8, 1, at_once, 4)
+    assert every.samples == MIN_UPDATES * 8 * 2 / 4 and "the same of 4 fragments" in every.reason
+
+
+def test_rounds_keep_to_the_budget_of_lines_and_machines() -> None:
+    lines = RoundTime(line_seconds=1.0, budget_seconds=500.0)
+    every = average_every(Averaging(), [30.0, 10.0], 8, 1, lines, 1)
+    assert every.samples == 500 * 40 and "at most 15% of a line" in every.reason
+    busy = RoundTime(coding_seconds=30.0)
+    every = average_every(Averaging(), [30.0, 10.0], 8, 1, busy, 1)
+    assert every.samples == math.ceil(30.0 / MAX_SLOWDOWN * 40) and "slow training by at most 3%" in every.reason
+    # A measured time takes the place of the predicted one.
+    every = average_every(Averaging(), [30.0, 10.0], 8, 1, lines, 1, round_seconds=1000.0)
+    assert every.samples == ROUND_SHARE * 1000 * 40
 
 
 def test_averaging_takes_memory_of_every_provider_of_several_clusters(prepared: PreparedJob) -> None:
@@ -305,15 +347,17 @@ def test_averaging_takes_memory_of_every_provider_of_several_clusters(prepared: 
     alone = held(goal_of(prepared.job, None, 1))
     parameters = float(model_costs(prepared).parameter_bytes[-1])
     for settings, numbers in (
-        (Averaging(), 3),
-        (Averaging(outer="nesterov"), 4),
+        (Averaging(codec="float32"), 3),
+        (Averaging(codec="float32", outer="nesterov"), 4),
         (Averaging(codec="int4"), 5),
-        (Averaging(optimizer_state=True), 7),
+        (Averaging(codec="int8"), 5),
+        (Averaging(), 5),
+        (Averaging(codec="float32", optimizer_state=True), 7),
     ):
         goal = goal_of(replace(prepared.job, averaging=settings), None, 2)
         assert held(goal) == pytest.approx(alone + 1.3 * numbers * parameters)
     half = goal_of(replace(prepared.job, model=nn.Linear(4, 4).half()), None, 2)
-    assert half.average_memory == 6.0
+    assert half.average_memory == 10.0
 
 
 def test_a_model_that_cannot_be_averaged_is_planned_for_one_cluster_unless_several_are_asked_for() -> None:

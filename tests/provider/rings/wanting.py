@@ -17,5 +17,9 @@ class Wanting:
     def is_wanted(self, place: RingPlace) -> bool:
         return True
 
+    def is_urgent(self, place: RingPlace) -> bool:
+        """Training stands still for the rounds with odd numbers."""
+        return place.round % 2 == 1
+
     def on_line_broken(self, peer: str, reason: str) -> None:
         self._on_broken(peer)
