@@ -1,4 +1,8 @@
-"""Sender of pieces to one other owner: over a direct line if there is one, otherwise over the link."""
+"""Sender of pieces to one other owner: over a direct line if there is one, otherwise over the link.
+
+Pieces wait for their turn on the line, because activations and gradients go first (net/pacing). They take all that
+these leave: the interval of rounds is planned with that.
+"""
 
 import asyncio
 import queue
@@ -13,6 +17,7 @@ from ravnest.errors import PeerError
 from ravnest.net.direct_line import DirectLine, dial_direct
 from ravnest.net.frames.frames import Frame, FrameKind, RingPlace
 from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.net.pacing.budget import StateBudget
 from ravnest.net.v1.control_pb2 import Neighbour
 from ravnest.provider.rings.direct_line_retries import DirectLineRetries
 from ravnest.provider.rings.receiver import PieceReceiver
@@ -27,8 +32,16 @@ class PieceSender:
     """Sends pieces in order on a thread of its own, which the first piece starts. `put` may be called on any thread."""
 
     def __init__(
-        self, peer: Neighbour, generation: int, node: NodeIdentity, receiver: PieceReceiver, send_frame: SendFrame
+        self,
+        peer: Neighbour,
+        generation: int,
+        node: NodeIdentity,
+        receiver: PieceReceiver,
+        send_frame: SendFrame,
+        budget: StateBudget | None = None,
     ) -> None:
+        """Without a `budget` nothing waits."""
+        self._transfer = (budget or StateBudget.unlimited()).transfer("round")
         self._peer = peer
         self._generation = generation
         self._node = node
@@ -83,7 +96,7 @@ class PieceSender:
                 self._retries.failed(place.round)
         if self._direct is not None:
             try:
-                self._direct.send(self._generation, place, data)
+                self._direct.send(self._generation, place, data, self._transfer)
             except PeerError:
                 self._direct.close()
                 self._direct = None
@@ -91,6 +104,7 @@ class PieceSender:
                 raise
             self._retries.carried(place.round)
             return
+        self._transfer.wait_turn(data.nbytes, lambda: self._is_closed)
         frame = Frame(FrameKind.RING, 0, generation=self._generation, tensors={"data": data}, piece=place)
         self._sending = asyncio.run_coroutine_threadsafe(self._send_frame(frame), self._loop)
         self._sending.result()
