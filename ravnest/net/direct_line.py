@@ -27,6 +27,7 @@ from ravnest.net.frames.frames import RingPlace
 from ravnest.net.identity.identity import node_host
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.identity.tls import TlsKeys
+from ravnest.net.pacing.budget import PacedTransfer
 
 MAGIC: Final = b"RVD\x01"
 PIECE_BYTES: Final = 4 << 20
@@ -56,17 +57,25 @@ class DirectLine:
         self._users = 0
         self._closed = False
 
-    def send(self, generation: int, place: RingPlace, data: torch.Tensor) -> None:
-        """Send a piece, which has left this process's memory when this returns. PeerError when the line is broken."""
+    def send(
+        self, generation: int, place: RingPlace, data: torch.Tensor, transfer: PacedTransfer | None = None
+    ) -> None:
+        """Send a piece, which has left this process's memory when this returns. PeerError when the line is broken.
+
+        With a `transfer`, as many bytes at a time as it is the turn of.
+        """
         flags = place.donation | place.last << 1
         numbers = (place.ring, place.attempt, place.hop, place.segment, place.chunk)
         header = _HEADER.pack(MAGIC, place.round, generation, *numbers, flags, data.numel())
         memory = _memory(data)
         try:
             with self._in_use():
-                self._socket.sendall(header + memory[:_FIRST_BYTES])
-                if len(memory) > _FIRST_BYTES:
-                    self._socket.sendall(memory[_FIRST_BYTES:])
+                self._send_paced(header + memory[:_FIRST_BYTES], transfer)
+                start = _FIRST_BYTES
+                while start < len(memory):
+                    end = len(memory) if transfer is None else start + transfer.piece_bytes
+                    self._send_paced(memory[start:end], transfer)
+                    start = end
         except (OSError, ValueError) as error:
             raise PeerError(f"the direct line to {self.peer} broke: {error}") from None
 
@@ -107,6 +116,11 @@ class DirectLine:
         with self._in_use():
             self._socket.do_handshake()
             return self._socket.getpeercert(binary_form=True) or b""
+
+    def _send_paced(self, data: bytes | memoryview, transfer: PacedTransfer | None) -> None:
+        if transfer is not None:
+            transfer.wait_turn(len(data), lambda: self._closed)
+        self._socket.sendall(data)
 
     def _temporary(self, size: int) -> torch.Tensor:
         if self._scratch.numel() < size:

@@ -30,6 +30,7 @@ from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.identity.certificates import Certificate
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.identity.swarm_invite import SwarmInvite
+from ravnest.net.pacing.budget import StateBudget
 from ravnest.net.rpc.first_contact import pin_authority
 from ravnest.net.v1.control_pb2 import JoinRequest, ProviderMessage
 from ravnest.net.version import PROTOCOL_VERSION
@@ -169,8 +170,10 @@ class Agent:
         self._console = console
         self._files = PartFiles.of_node(presence.node, options.cache_bytes, console.say)
         self._profile = MachineProfile(machine, console.say)
-        self._coordinator_link = CoordinatorLink(console.say)
-        self._transfers = OutgoingTransfers()
+        # The providers of an embedded swarm share no line: they are all on this machine.
+        self._budget = StateBudget.unlimited() if machine.is_embedded else StateBudget()
+        self._coordinator_link = CoordinatorLink(console.say, self._budget)
+        self._transfers = OutgoingTransfers(self._budget)
         self._coordinator = ""
         """The process of the coordinator in the last session; a restarted coordinator is another one."""
         self._baseline_bytes = 0
@@ -196,6 +199,8 @@ class Agent:
         self._console.say(f"joined {client.address} as {reply.node_id}, lending {self._machine.device} {where}")
         self._baseline_bytes = self._baseline_bytes or resident_bytes()
         session = SwarmSession(client, reply.session)
+        session.control.link.foreground = self._budget.control
+        session.feed.foreground = self._budget
         artifacts = Artifacts(client, self._options.cache, self._console.say)
         parts = ReplicaService(
             self._files, node, client, artifacts, session.control.send, self._allow, self._console.say, self._transfers
@@ -235,7 +240,7 @@ class Agent:
     ) -> int:
         """Do everything that a session consists of, until the first part of it ends."""
         say, slot, embedded = self._console.say, self._slot, self._machine.is_embedded
-        measuring = PeerMeasuring(self._presence.node, session.control)
+        measuring = PeerMeasuring(self._presence.node, session.control, self._budget)
         # Heartbeats also while there is no stage: the coordinator has to know which standbys are present.
         session.control.link.beat_seconds = heartbeat_seconds
         deployer = StageDeployer(session, self._host(), slot, parts, artifacts, self._console)

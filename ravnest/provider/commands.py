@@ -134,7 +134,7 @@ def _start(hosted: HostedStage, message: CoordinatorMessage) -> None:
 
 
 def _save(hosted: HostedStage, message: CoordinatorMessage) -> None:
-    hosted.save(message.save.checkpoint, message.save.anchored)
+    hosted.save(message.save)
 
 
 def _trace(hosted: HostedStage, message: CoordinatorMessage) -> None:

@@ -1,8 +1,9 @@
 """Watch over the parts of a checkpoint: it gives up a provider that was asked for its part and does not upload it.
 
-A stage trains on while its state is uploaded, so the other watches do not see a checkpoint that never becomes whole.
-Until it is whole no other checkpoint begins, and the run cannot end. A provider without a replacement is kept, and
-`standstill` tells the user what the run waits for.
+A stage trains on while its state is uploaded, so no other watch sees a checkpoint that never becomes whole. Until it is
+whole no other checkpoint begins, and the run cannot end. A slow line, or a line on which state yields to activations,
+never costs a provider its place (`uploads.is_progressing`). A provider without a replacement is kept, and `standstill`
+tells the user what the run waits for.
 """
 
 import time
@@ -17,6 +18,8 @@ from ravnest.coordinator.swarm.members import Members
 from ravnest.coordinator.swarm.uploads import UploadProgress
 
 _LOOK_SECONDS: Final = 1.0
+SAVING_SECONDS: Final = 300.0
+"""Time for which a stage may say that it copies or writes its state before the upload begins: disks are slow too."""
 _STOPPED_SECONDS: Final = 5.0
 """A look that comes this late shows that the coordinator itself was stopped."""
 
@@ -27,17 +30,22 @@ def judge_part(
     line_bytes_per_second: float,
     replacement: Replacement,
     patience_seconds: float = 0.0,
+    *,
+    is_saving: bool = False,
 ) -> tuple[bool, str]:
     """Whether to give up a provider whose part is awaited, and why or why not.
 
     `upload` is None before the upload has begun; `still_seconds` is the time since the part was asked for, or since
     bytes last arrived. `patience_seconds` is the time that a stage may take for its task before it begins to save.
+    `is_saving`: the stage reports that it copies or writes its state.
     """
     why = f"nothing has arrived for {still_seconds:.0f} s"
     is_working = False
     if upload is not None:
         is_working, why = is_progressing(upload, line_bytes_per_second)
         why = f"{megabytes(upload.done_bytes)} have arrived, {why}"
+    elif is_saving and still_seconds < SAVING_SECONDS:
+        return False, f"it has been saving its state for {still_seconds:.0f} s"
     if replacement == "none":
         return False, f"{why}, and no other provider can take its place"
     waited_seconds = still_seconds if upload is None else upload.seconds
@@ -82,12 +90,15 @@ class CheckpointWatch:
         for node_id in awaited.nodes:
             if not self._members.is_present(node_id):
                 continue
-            uploads = self._members[node_id].uploads
+            member = self._members[node_id]
+            uploads, health = member.uploads, member.health
+            is_saving = health is not None and health.report is not None and health.report.activity.kind == "save"
             upload = uploads.named(awaited.name)
             still = now - max(awaited.asked_at, uploads.heard_at, self._began_at)
             progress = None if upload is None else upload.progress(now, since=self._began_at)
             rate = self._members.line_rate(node_id) or 0.0
-            is_over, why = judge_part(progress, still, rate, self._replacement(node_id), self._patience_seconds())
+            patience = self._patience_seconds()
+            is_over, why = judge_part(progress, still, rate, self._replacement(node_id), patience, is_saving=is_saving)
             if is_over:
                 asked = f"its state was asked for {now - awaited.asked_at:.0f} s ago ({awaited.name})"
                 self._give_up(node_id, f"{asked}: {why}")

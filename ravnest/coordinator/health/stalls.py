@@ -14,6 +14,8 @@ _MIN_GAPS: Final = 4.0
 """A cluster has stalled after this multiple of its longest recent time between two tasks."""
 _LINK_FACTOR: Final = 1.5
 """Factor of the timeout for a link, which moves to the relay by itself a few seconds after its connection has died."""
+_LINE_FACTOR: Final = 2.0
+"""Factor of the time that a slow line needs for the frames on it: other traffic shares it. A slow line is no fault."""
 _FADING: Final = 0.95
 _ORDER: Final[tuple[Replacement, ...]] = ("standby", "reform", "none")
 
@@ -42,6 +44,8 @@ class LinkView:
     connected: bool
     unconfirmed: int = 0
     """Frames that the neighbour has not confirmed."""
+    line_seconds: float = 0.0
+    """Time that the measured lines need for these frames; 0 where a line was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class StallCause(NamedTuple):
     reason: str
     heals: bool = False
     """Whether the cluster may well go on by itself."""
+    line_seconds: float = 0.0
+    """Time that the slowest line needs for what is on its way."""
 
 
 class Stall(NamedTuple):
@@ -86,7 +92,9 @@ def find_cause(stages: Sequence[StageView]) -> StallCause:
         return StallCause(_ends_of_most(down, order), f"there is no connection {_between(down, order)}", heals=True)
     stuck = _links(stages, lambda link: link.unconfirmed > 0)
     if stuck:
-        return StallCause(_ends_of_most(stuck, order), f"nothing passes {_between(stuck, order)}", heals=True)
+        seconds = max(link.line_seconds for stage in stages for link in stage.links if link.unconfirmed)
+        reason = f"nothing passes {_between(stuck, order)}"
+        return StallCause(_ends_of_most(stuck, order), reason, heals=True, line_seconds=seconds)
     busy = [stage for stage in stages if stage.ready]
     if busy:
         # It was at work before the stages that wait for its results.
@@ -119,6 +127,7 @@ def judge_stall(
     if by == "none":
         return None
     limit = max(timeouts.seconds(by), _MIN_GAPS * longest_seconds) * (_LINK_FACTOR if cause.heals else 1.0)
+    limit += _LINE_FACTOR * cause.line_seconds
     if still < limit / 2:
         return None
     helps = "a standby is ready" if by == "standby" else "the others can go on without it"

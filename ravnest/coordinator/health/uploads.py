@@ -1,21 +1,24 @@
 """Judgement of a provider that uploads its state: whether the upload makes progress, or is only claimed.
 
-A stage may do nothing else while it uploads its state, for minutes on a slow line. It counts as busy as long as bytes
-arrive at a fraction of its line's measured rate. A stage that only claims to upload, or lets bytes trickle, is judged
-as if it did nothing. A claim cannot last: a stage may upload no more bytes than its state can need
+State goes behind activations and gradients, within a budget (net/pacing), so an upload takes many times as long as its
+line would need for it. However busy the line is, each transfer gets a small share of it. So an upload makes progress as
+long as bytes arrive at half of that share. A stage that only claims to upload, or lets bytes trickle, is judged as if
+it did nothing. A claim cannot last: a stage may upload no more bytes than its state can need
 (checkpoints/part_check.py). Pure functions.
 """
 
 from typing import Final
 
 from ravnest.coordinator.swarm.uploads import UploadProgress, Uploads
-from ravnest.net.connection import CHUNK_BYTES
+from ravnest.net.pacing.state_rate import DEFAULT_SETTINGS, piece_bytes
 from ravnest.net.v1.control_pb2 import Report, Transfer
 from ravnest.units import counted
 
-MIN_SHARE: Final = 1 / 8
-"""Lowest mean rate of an upload, as a share of the line's measured rate: activations, gradients and replicas share the
-line, which may also have been faster when it was measured."""
+MIN_SHARE: Final = DEFAULT_SETTINGS.transfer_share / 2
+"""Lowest mean rate of an upload, as a share of the line's measured rate. A provider gives every transfer at least twice
+this share; the line may have been faster when it was measured."""
+_URGENT_SHARE: Final = 1 / 8
+"""The same for large pieces, which are sent only if a cluster waits for them."""
 UNKNOWN_RATE: Final = 1e6
 """Bytes per second assumed for a line without a measurement."""
 BEGIN_SECONDS: Final = 10.0
@@ -31,13 +34,20 @@ def is_progressing(upload: UploadProgress, line_bytes_per_second: float) -> tupl
     if upload.is_writing:
         return True, "the coordinator is writing it"
     rate = line_bytes_per_second if line_bytes_per_second > 0 else UNKNOWN_RATE
-    pause = max(BEGIN_SECONDS, _PAUSE_CHUNKS * CHUNK_BYTES / (MIN_SHARE * rate))
+    pause = longest_pause_seconds(rate)
     if upload.still_seconds > pause:
         return False, f"nothing has arrived for {upload.still_seconds:.0f} s"
     max_seconds = pause + upload.done_bytes / (MIN_SHARE * rate)
     if upload.seconds > max_seconds:
-        return False, f"its line takes less than {upload.seconds:.0f} s for that, even at an eighth of its rate"
+        return False, f"its line takes less than {upload.seconds:.0f} s for that, even with {MIN_SHARE:.1%} of its rate"
     return True, f"the last bytes arrived {upload.still_seconds:.0f} s ago"
+
+
+def longest_pause_seconds(line_bytes_per_second: float) -> float:
+    """Time after which an upload over this line makes no progress if nothing of it arrives."""
+    paced = _PAUSE_CHUNKS * piece_bytes(line_bytes_per_second) / (MIN_SHARE * line_bytes_per_second)
+    urgent = _PAUSE_CHUNKS * DEFAULT_SETTINGS.max_piece_bytes / (_URGENT_SHARE * line_bytes_per_second)
+    return max(BEGIN_SECONDS, paced, urgent)
 
 
 def last_progress_at(uploads: Uploads, line_bytes_per_second: float, now: float) -> float | None:
@@ -57,8 +67,8 @@ def describe_claim(claim: Transfer, uploads: Uploads, line_bytes_per_second: flo
 
 
 def fills_its_line(report: Report) -> bool:
-    """Whether a stage reports that it sends state at the full rate of its line, which replicas do not."""
-    return any(transfer.kind != "replica" for transfer in report.transfers)
+    """Whether a stage reports that it sends state as fast as its line allows: only parts that a cluster waits for."""
+    return any(transfer.kind == "part" for transfer in report.transfers)
 
 
 def megabytes(size_bytes: int) -> str:

@@ -38,11 +38,14 @@ from ravnest.coordinator.swarm.members import Member
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.errors import RefusedError
 from ravnest.net.address import split_address
+from ravnest.net.streams.resumable_link import WINDOW_BYTES
 from ravnest.net.v1.control_pb2 import Report
 
 _MAX_PAUSE_SECONDS: Final = 0.5
 """Maximum time between two scans: a longer one shows that the coordinator itself was stopped."""
 _PROBE_SECONDS: Final = 1.0
+_MAX_LINK_BYTES: Final = 2 * WINDOW_BYTES
+"""Unconfirmed bytes of one link that are believed: a full window, and one large frame."""
 
 
 class Emit(Protocol):
@@ -262,7 +265,7 @@ class Watchdog:
         self, nodes: Sequence[str], healths: Sequence[ProviderHealth], pace: _ClusterPace, now: float
     ) -> None:
         stages = [
-            _stage_view(node_id, health, now - max(health.moved_at, pace.since))
+            self._stage_view(node_id, health, now - max(health.moved_at, pace.since))
             for node_id, health in zip(nodes, healths, strict=True)
         ]
         stall = judge_stall(stages, pace.longest_seconds, self._replacement, self._stall_timeouts)
@@ -299,6 +302,26 @@ class Watchdog:
         known = ((node_id, self._health(node_id)) for node_id in self._swarm.members.node_ids())
         return [(node_id, health) for node_id, health in known if health is not None]
 
+    def _stage_view(self, node_id: str, health: ProviderHealth, still_seconds: float) -> StageView:
+        assert health.report is not None
+        links = (
+            LinkView(
+                link.node,
+                bool(link.route) or not link.connections,
+                link.unconfirmed,
+                self._line_seconds(node_id, link.node, link.unconfirmed_bytes),
+            )
+            for link in health.report.links
+        )
+        return StageView(node_id, max(0.0, still_seconds), health.report.ready, tuple(links), health.claim)
+
+    def _line_seconds(self, sender: str, receiver: str, size_bytes: int) -> float:
+        """Time that the lines of two providers need for these bytes; 0 if none was measured. A provider may say
+        anything, but a link keeps no more than its window."""
+        members = self._swarm.members
+        rates = [rate for rate in (members.line_rate(sender), members.down_rate(receiver)) if rate]
+        return min(size_bytes, _MAX_LINK_BYTES) / min(rates) if rates else 0.0
+
     async def _probe(self, address: str, health: ProviderHealth) -> None:
         """Dials a provider without a connection, to learn whether its address refuses connections."""
         try:
@@ -320,11 +343,3 @@ class Watchdog:
             for member in self._swarm.members.connected()
             if member.control.link.broken_at is not None or member.feed.broken_at is not None
         )
-
-
-def _stage_view(node_id: str, health: ProviderHealth, still_seconds: float) -> StageView:
-    assert health.report is not None
-    links = (
-        LinkView(link.node, bool(link.route) or not link.connections, link.unconfirmed) for link in health.report.links
-    )
-    return StageView(node_id, max(0.0, still_seconds), health.report.ready, tuple(links), health.claim)

@@ -1,12 +1,12 @@
 """Provider profiles: the measurements of each member of a swarm, in the form that the planner takes."""
 
-import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from ravnest.coordinator.plan.observed_limits import ObservedLimits
 from ravnest.coordinator.swarm.members import Member
+from ravnest.coordinator.swarm.own_line import is_own_host
 from ravnest.coordinator.swarm.reachability import Reach
 from ravnest.errors import PeerError
 from ravnest.graph.profile import CostProfile
@@ -73,7 +73,7 @@ def provider_of(
     reliability: float = 1.0,
 ) -> Provider:
     """A member as the planner sees it, within the limits that the run has observed."""
-    here, lent = _is_here(member.host), member.machine
+    here, lent = is_own_host(member.host), member.machine
     on_processor = lent.device.startswith("cpu")
     # Without a measurement: the speed of the machine that measured the model, less a pretended slowdown.
     unmeasured = 1.0 / max(1.0, lent.slower)
@@ -108,7 +108,7 @@ def provider_of(
 def requester_of(members: Sequence[Member], machine: Machine) -> Requester:
     """The coordinator's own line: as its owner states it, otherwise at least as fast as the fastest line that was
     measured to it."""
-    lines = [member.link.speed for member in members if not _is_here(member.host)]
+    lines = [member.link.speed for member in members if not is_own_host(member.host)]
     links = [line for line in lines if line is not None]
     up, down = machine.line.up_bytes_per_second, machine.line.down_bytes_per_second
     if up is None and links:
@@ -130,11 +130,3 @@ def _latency(link: LinkSpeed) -> float:
 def _plausible(figure: float, limits: tuple[float, float]) -> float:
     """A reported figure, clamped to plausible limits: no plan may depend on a machine that claims absurd figures."""
     return min(max(figure, limits[0]), limits[1])
-
-
-def _is_here(host: str) -> bool:
-    """Whether a provider is on the coordinator's own machine: other machines cannot connect from its loopback."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

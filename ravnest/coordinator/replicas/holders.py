@@ -13,6 +13,7 @@ from ravnest.coordinator.run.allowed_links import AllowedLinks
 from ravnest.coordinator.run.context import RunContext
 from ravnest.coordinator.run.orders import order_link, stage_key
 from ravnest.coordinator.run.stage_artifacts import StageArtifacts
+from ravnest.coordinator.swarm.own_line import receiver_limit
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Forget, Hold, Replicate
 from ravnest.planner.plan import StagePlan
 from ravnest.planner.recovery.assign_standbys import Warm
@@ -125,6 +126,8 @@ class ReplicaHolders:
             self._artifacts.name_constants(hold, stage)
             await context.tell(holder, CoordinatorMessage(hold=hold))
             order.holder.CopyFrom(link.to_after)
+            owners = sum(held_by == holder for _, held_by in self._pairs.values())
+            order.max_bytes_per_second = receiver_limit(members.down_rate(holder), owners)
         await context.tell(stage.node, CoordinatorMessage(replicate=order))
 
     def _on_complete(self) -> None:

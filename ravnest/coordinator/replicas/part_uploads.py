@@ -127,7 +127,9 @@ class PartUploads:
         wanted = self._wanted.get(stage)
         if wanted is not None and wanted.nodes:
             self._heard_at[stage] = time.monotonic()
-            order = UploadPart(key=wanted.key, replica=self._number, name=f"part-{self._number}-{stage}")
+            # Training waits until the state that was saved is here.
+            name = f"part-{self._number}-{stage}"
+            order = UploadPart(key=wanted.key, replica=self._number, name=name, urgent=True)
             await self._context.tell(wanted.nodes[0], CoordinatorMessage(upload_part=order))
 
     def _ask_next(self, stage: int) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from ravnest.coordinator.run.context import RunContext
 from ravnest.coordinator.run.orders import LinkOrder
+from ravnest.coordinator.swarm.own_line import RELAYED_STATE
 
 
 class AllowedLinks:
@@ -18,7 +19,14 @@ class AllowedLinks:
         known = {link.name for of_purpose in self._by_purpose.values() for link in of_purpose}
         self._by_purpose[purpose] = tuple(links)
         allowed = [link for of_purpose in self._by_purpose.values() for link in of_purpose]
-        self._context.swarm.allow_relays({link.name: frozenset((link.before, link.after)) for link in allowed})
+        state = {
+            link.name: RELAYED_STATE[purpose.split()[0]]
+            for purpose, of_purpose in self._by_purpose.items()
+            for link in of_purpose
+            if purpose.split()[0] in RELAYED_STATE
+        }
+        nodes = {link.name: frozenset((link.before, link.after)) for link in allowed}
+        self._context.swarm.allow_relays(nodes, state)
         for link in links:
             if link.name not in known:
                 self._context.emit("linked", f"{link.before} to {link.after}: {link.reason}", link=link.name)

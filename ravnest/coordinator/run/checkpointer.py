@@ -19,6 +19,7 @@ from ravnest.coordinator.feed.feeder import TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.coordinator.run.context import RunContext
+from ravnest.coordinator.swarm.own_line import receiver_limit
 from ravnest.errors import DiskFullError, RefusedError, RunError
 from ravnest.graph.portable import PortableGraph
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Save
@@ -279,7 +280,14 @@ class Checkpointer:
     async def _order(self, number: int, anchored: bool) -> None:
         self._asked_at = time.monotonic()
         for node_id in self.nodes:
-            order = Save(deployment=self._deployment, checkpoint=number, anchored=anchored)
+            # Without rounds to go on with, nothing is in flight: the run waits for the checkpoint.
+            order = Save(
+                deployment=self._deployment,
+                checkpoint=number,
+                anchored=anchored,
+                urgent=not anchored,
+                max_bytes_per_second=receiver_limit(self._context.swarm.line.down_bytes_per_second, len(self.nodes)),
+            )
             await self._context.tell(node_id, CoordinatorMessage(save=order))
 
     def _all_saved(self, number: int) -> bool:

@@ -286,6 +286,11 @@ class Members:
         member = self._session(node_id)
         return None if member is None or member.link.speed is None else member.link.speed.up_bytes_per_second
 
+    def down_rate(self, node_id: str) -> float | None:
+        """Bytes per second of the provider's downlink, as measured; None if unknown."""
+        member = self._session(node_id)
+        return None if member is None or member.link.speed is None else member.link.speed.down_bytes_per_second
+
     @property
     def lost_count(self) -> int:
         """Providers that were given up and have not joined again."""

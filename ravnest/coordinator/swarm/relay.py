@@ -1,7 +1,8 @@
 """Relay for links between two providers of which neither can dial the other.
 
 Both dial the coordinator, which copies their messages without reading them. An end is admitted only to a link that a
-current order gives it.
+current order gives it. The coordinator made the order, so it knows which links carry state: their messages wait for
+their turn on its line, and a sender waits while they do. Messages of other links are foreground.
 """
 
 import asyncio
@@ -9,6 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from ravnest.errors import PeerError, RefusedError
+from ravnest.net.pacing.budget import StateBudget
+from ravnest.net.pacing.state_rate import StateKind
 from ravnest.net.streams.frame_stream import RelayEnd
 from ravnest.net.streams.stream import ByteStream
 
@@ -25,16 +28,19 @@ class _Waiting:
 class Relay:
     """Links of the current deployment, and the ends that are connected."""
 
-    def __init__(self, call: Callable[[str, str], Awaitable[None]]) -> None:
-        """`call(node_id, link)` asks a node to connect for this link."""
+    def __init__(self, call: Callable[[str, str], Awaitable[None]], budget: StateBudget | None = None) -> None:
+        """`call(node_id, link)` asks a node to connect for this link. Without a `budget` nothing waits."""
         self._call = call
+        self._budget = budget or StateBudget.unlimited()
         self._links: Mapping[str, frozenset[str]] = {}
+        self._state: Mapping[str, StateKind] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._passing: dict[str, tuple[ByteStream, ByteStream]] = {}
 
-    def allow(self, links: Mapping[str, frozenset[str]]) -> None:
-        """Replaces the links that may be relayed, each with its two nodes; others are ended."""
-        self._links = links
+    def allow(self, links: Mapping[str, frozenset[str]], state: Mapping[str, StateKind] | None = None) -> None:
+        """Replaces the links that may be relayed, each with its two nodes; others are ended. `state`: the links that
+        carry state, with its kind."""
+        self._links, self._state = links, state or {}
         for link, streams in self._passing.items():
             if link not in links:
                 for stream in streams:
@@ -58,7 +64,7 @@ class Relay:
         pair = end.stream, (await self._meet(end.label, node_id, other_id)).stream
         self._passing[end.label] = pair
         try:
-            await _pass_on(*pair)
+            await self._pass_on(end.label, *pair)
         finally:
             if self._passing.get(end.label) is pair:
                 del self._passing[end.label]
@@ -76,23 +82,33 @@ class Relay:
             if self._waiting.get(link) is place:
                 del self._waiting[link]
 
+    async def _pass_on(self, link: str, one: ByteStream, other: ByteStream) -> None:
+        """Copies both ways until one side ends or breaks, and ends both."""
+        kind = self._state.get(link)
+        copies = [asyncio.create_task(self._copy(kind, *way)) for way in ((one, other), (other, one))]
+        try:
+            await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+            # Messages sent before an orderly end still arrive.
+            if any(copy.done() and not copy.cancelled() and copy.exception() is None for copy in copies):
+                await asyncio.gather(one.close(), other.close())
+        finally:
+            for copy in copies:
+                copy.cancel()
+            await asyncio.gather(*copies, return_exceptions=True)
+            for stream in (one, other):
+                stream.fail(PeerError("the other end of the relayed link has gone"))
 
-async def _pass_on(one: ByteStream, other: ByteStream) -> None:
-    """Copies both ways until one side ends or breaks, and ends both."""
-    copies = [asyncio.create_task(_copy(one, other)), asyncio.create_task(_copy(other, one))]
-    try:
-        await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
-        # Messages sent before an orderly end still arrive.
-        if any(copy.done() and not copy.cancelled() and copy.exception() is None for copy in copies):
-            await asyncio.gather(one.close(), other.close())
-    finally:
-        for copy in copies:
-            copy.cancel()
-        await asyncio.gather(*copies, return_exceptions=True)
-        for stream in (one, other):
-            stream.fail(PeerError("the other end of the relayed link has gone"))
-
-
-async def _copy(source: ByteStream, target: ByteStream) -> None:
-    while (message := await source.receive()) is not None:
-        await target.send(message)
+    async def _copy(self, kind: StateKind | None, source: ByteStream, target: ByteStream) -> None:
+        transfer = None if kind is None else self._budget.transfer(kind)
+        while (message := await source.receive()) is not None:
+            if transfer is not None:
+                await transfer.turn(len(message))
+                await target.send(message)
+                continue
+            self._budget.queued(len(message))
+            written = False
+            try:
+                await target.send(message)
+                written = True
+            finally:
+                (self._budget.written if written else self._budget.dropped)(len(message))

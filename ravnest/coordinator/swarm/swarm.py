@@ -23,6 +23,7 @@ from ravnest.coordinator.swarm.event_quota import EventQuota
 from ravnest.coordinator.swarm.heartbeat import HEARTBEAT_SECONDS, RECONNECT_SECONDS
 from ravnest.coordinator.swarm.link_measurements import hear
 from ravnest.coordinator.swarm.members import Member, Members, check_machine, check_version
+from ravnest.coordinator.swarm.own_line import OwnLine, receiver_limit
 from ravnest.coordinator.swarm.reachability import Reach, find_reach
 from ravnest.coordinator.swarm.relay import Relay
 from ravnest.errors import PeerError, RefusedError, printable
@@ -32,6 +33,8 @@ from ravnest.net.door.budgets import origin_of
 from ravnest.net.door.doorkeeper import TurnedAway
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.identity.identity import Identity
+from ravnest.net.pacing.budget import PacedTransfer, StateBudget
+from ravnest.net.pacing.state_rate import StateKind
 from ravnest.net.probe.reverse_dial import NONCE_BYTES, dial_back
 from ravnest.net.rpc.server import CoordinatorServer
 from ravnest.net.streams.frame_stream import Link, RelayEnd
@@ -118,7 +121,10 @@ class Swarm:
         self._pace = JoinPace(limits.join_rate)
         self._refusals: defaultdict[str, EventQuota] = defaultdict(EventQuota)
         """Rate limit for events about joins that were refused, by address."""
-        self._relay = Relay(self._call_to_relay)
+        # The providers of an embedded swarm are on this machine.
+        self.line = OwnLine(StateBudget() if most is None else StateBudget.unlimited())
+        """The coordinator's own line."""
+        self._relay = Relay(self._call_to_relay, self.line.budget)
         self._tasks = BackgroundTasks()
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
@@ -190,6 +196,7 @@ class Swarm:
         await self._keep_pace(identity, request, seen_host)
         admitted = await asyncio.to_thread(self.admission.join, identity, request.certificate_request, request.name)
         member = Member.of(admitted.node_id, request, seen_host)
+        member.feed.foreground, member.control.link.foreground = self.line.budget, self.line.budget.control
         if member.node_id in self.members:
             self._server.drop(member.node_id, f"{member.node_id} has joined again, over another connection")
         self.members.put(member)
@@ -243,9 +250,10 @@ class Swarm:
     async def relay(self, node_id: str, end: RelayEnd) -> None:
         await self._relay.serve(node_id, end)
 
-    def allow_relays(self, links: Mapping[str, frozenset[str]]) -> None:
-        """Replaces the links that may be relayed, by name, each with its two nodes."""
-        self._relay.allow(links)
+    def allow_relays(self, links: Mapping[str, frozenset[str]], state: Mapping[str, StateKind] | None = None) -> None:
+        """Replaces the links that may be relayed, by name, each with its two nodes; `state`: the kind of state that
+        some of them carry."""
+        self._relay.allow(links, state)
 
     async def _carry(self, member: Member, link: ResumableLink, connection: Link) -> None:
         """Carries one of a member's links over this connection, and reports when the connection is lost or back."""
@@ -299,6 +307,8 @@ class Swarm:
 
     def _take_measurement(self, member: Member, message: ProviderMessage) -> bool:
         heard = hear(self.members, member, message)
+        if message.HasField("measured") and (speed := member.link.speed) is not None:
+            self.line.measured(member.host, speed.up_bytes_per_second, speed.down_bytes_per_second)
         self._greet(member)
         return heard
 
@@ -321,6 +331,8 @@ class Swarm:
                 allowed, reason = may_return(node_id, order, frame)
                 if not allowed:
                     raise RefusedError(reason)
+                if frame.kind is FrameKind.DONE:
+                    self.line.trained()
                 if self.events is not None:
                     self.events.returned(node_id, frame)
             # A provider that leaves announces it on its control link, and then both are over.
@@ -359,8 +371,21 @@ class Swarm:
             raise RefusedError(f"there is no artifact {artifact!r} for {node_id} here")
         if offset > found.size_bytes:
             raise RefusedError(f"the artifact {artifact!r} has {found.size_bytes} bytes and no byte {offset}")
+        transfer = self._artifact_transfer(member, artifact)
         for chunk in found.open(offset):
-            yield chunk
+            async for piece in transfer.pieces(chunk):
+                yield piece
+
+    def _artifact_transfer(self, member: Member, artifact: str) -> PacedTransfer:
+        """How an artifact is sent: at once if a cluster stands still until it is there, otherwise in the background."""
+        order, speed = member.order, member.link.speed
+        is_awaited = order is not None and not member.reports and artifact in (order.graph.id, order.weights.id)
+        takes_over = order is not None and bool(order.part_key or order.donors)
+        return self.line.budget.transfer(
+            "artifact",
+            urgent=is_awaited and (takes_over or not self.line.trains),
+            max_bytes_per_second=receiver_limit(None if speed is None else speed.down_bytes_per_second, 1),
+        )
 
     async def upload(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         if self.events is None:

@@ -13,6 +13,7 @@ from ravnest.background import cancel_and_wait
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.frames.encoding import encode
 from ravnest.net.frames.frames import Frame, FrameKind
+from ravnest.net.pacing.foreground import Foreground
 from ravnest.net.streams.frame_stream import Link
 from ravnest.net.streams.link_state import LinkState, memory_bytes
 
@@ -31,12 +32,15 @@ OnWritten = Callable[[list[int]], None]
 class LinkCarrier:
     """Carries a link over one connection."""
 
-    def __init__(self, state: LinkState, connection: Link, on_written: OnWritten | None) -> None:
+    def __init__(
+        self, state: LinkState, connection: Link, on_written: OnWritten | None, foreground: Foreground | None = None
+    ) -> None:
         self.connection = connection
         self.has_resumed = False
         """Whether the other end has told its count over this connection."""
         self._state = state
         self._on_written = on_written
+        self._foreground = foreground
         self._position = 0
         """Number of the next frame to send."""
         self._told = 0
@@ -44,9 +48,10 @@ class LinkCarrier:
         self._untold_bytes = 0
         """Memory of the frames that arrived since then."""
         self._handed_bytes = 0
+        self._written_bytes = 0
         self._being_written: deque[tuple[int, int]] = deque()
         """For each frame on its way, the byte of the connection at which it ends, and its number."""
-        if on_written is not None:
+        if on_written is not None or foreground is not None:
             connection.watch_writing(self._written)
 
     async def run(self) -> None:
@@ -59,6 +64,9 @@ class LinkCarrier:
         """Close the connection at once, and report no more written frames."""
         self._being_written.clear()
         self._on_written = None
+        if self._foreground is not None:
+            self._foreground.dropped(self._handed_bytes - self._written_bytes)
+            self._foreground = None
         self.connection.abort()
 
     async def _resume(self) -> None:
@@ -132,9 +140,14 @@ class LinkCarrier:
         self._handed_bytes += len(data)
         if number is not None and self._on_written is not None:
             self._being_written.append((self._handed_bytes, number))
+        if self._foreground is not None:
+            self._foreground.queued(len(data))
         await self.connection.send_encoded(data)
 
     def _written(self, sent_bytes: int) -> None:
+        if self._foreground is not None:
+            self._foreground.written(sent_bytes - self._written_bytes)
+        self._written_bytes = sent_bytes
         numbers = []
         while self._being_written and self._being_written[0][0] <= sent_bytes:
             numbers.append(self._being_written.popleft()[1])

@@ -30,6 +30,10 @@ class _Window(Generic[T]):
         return len(self._frames)
 
     @property
+    def size_bytes(self) -> int:
+        return self._bytes
+
+    @property
     def is_full(self) -> bool:
         return self._bytes >= self._window_bytes
 

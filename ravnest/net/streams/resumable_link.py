@@ -16,6 +16,7 @@ from typing import Final
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.frames.encoding import encode
 from ravnest.net.frames.frames import Frame, FrameKind
+from ravnest.net.pacing.foreground import Foreground
 from ravnest.net.streams.backoff import LAST_BACKOFF_SECONDS, Backoff, BackoffLimits
 from ravnest.net.streams.frame_stream import Link
 from ravnest.net.streams.link_carrier import LinkCarrier, OnWritten
@@ -39,6 +40,8 @@ class ResumableLink:
         self.peer = peer
         self.on_written: OnWritten | None = None
         """Called when a connection has written frames. Set it before there is a connection."""
+        self.foreground: Foreground | None = None
+        """Counts the frames of this link as traffic that others wait for. Set it before there is a connection."""
         self._state = LinkState(peer, WINDOW_BYTES if window_bytes is None else window_bytes)
         self._backoff_limits = backoff_limits
         self._carrier: LinkCarrier | None = None
@@ -49,6 +52,11 @@ class ResumableLink:
     def unconfirmed(self) -> int:
         """Frames that were given to `send` and that the other end has not confirmed."""
         return len(self._state.sent)
+
+    @property
+    def unconfirmed_bytes(self) -> int:
+        """Size of these frames."""
+        return self._state.sent.size_bytes
 
     @property
     def frames_sent(self) -> int:
@@ -180,7 +188,7 @@ class ResumableLink:
             # Checked again after each wait: several connections may come at once, and only the last one is to stay.
             self._carrier.connection.abort()
             await self._state.change()
-        carrier = self._carrier = LinkCarrier(self._state, connection, self.on_written)
+        carrier = self._carrier = LinkCarrier(self._state, connection, self.on_written, self.foreground)
         try:
             await carrier.run()
         except PeerError as error:

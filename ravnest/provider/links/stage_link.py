@@ -98,6 +98,7 @@ class StageLink:
             next=self.is_next,
             raw_bytes_sent=self.link.bytes_sent + self.saved_bytes,
             unconfirmed=self.link.unconfirmed,
+            unconfirmed_bytes=self.link.unconfirmed_bytes,
         )
 
     async def close(self, timeout_seconds: float) -> None:

@@ -8,6 +8,7 @@ from ravnest import units
 from ravnest.background import cancel_and_wait
 from ravnest.errors import PeerError
 from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.net.pacing.budget import StateBudget
 from ravnest.net.probe.measuring import PEER_SECONDS, LinkSpeed
 from ravnest.net.rpc.client import CoordinatorClient, measure_peer
 from ravnest.net.streams.control_channel import ControlLink
@@ -21,8 +22,9 @@ _MAX_WAITING = 1000
 class CoordinatorLink:
     """The connection to the coordinator, as measured in the first session. Later sessions report the same figures."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        """`say` prints lines for the user."""
+    def __init__(self, say: Callable[[str], None], budget: StateBudget | None = None) -> None:
+        """`say` prints lines for the user. The `budget` learns the rate of the uplink."""
+        self._budget = budget
         self._say = say
         self._known: LinkSpeed | None = None
 
@@ -36,6 +38,8 @@ class CoordinatorLink:
             await control.send(ProviderMessage(measured=Measured(error=str(error))))
             return
         self._known = speed
+        if self._budget is not None:
+            self._budget.measured(speed.up_bytes_per_second)
         await control.send(ProviderMessage(measured=Measured(**asdict(speed))))
         if known is None:
             down, up = units.megabits(speed.down_bytes_per_second), units.megabits(speed.up_bytes_per_second)
@@ -46,8 +50,10 @@ class CoordinatorLink:
 class PeerMeasuring:
     """Measures connections to other providers, one after the other, in the background."""
 
-    def __init__(self, node: NodeIdentity, control: ControlStream) -> None:
+    def __init__(self, node: NodeIdentity, control: ControlStream, budget: StateBudget | None = None) -> None:
+        """The `budget` learns the rate of the uplink."""
         self._node = node
+        self._budget = budget
         self._control = control
         self._orders: asyncio.Queue[MeasurePeer] = asyncio.Queue(_MAX_WAITING)
         self._task = asyncio.create_task(self._work())
@@ -78,4 +84,6 @@ class PeerMeasuring:
             return PeerMeasured(node=order.node, error=error)
         except PeerError as failure:
             return PeerMeasured(node=order.node, error=str(failure))
+        if self._budget is not None:
+            self._budget.measured(speed.up_bytes_per_second)
         return PeerMeasured(node=order.node, **asdict(speed))

@@ -1,7 +1,8 @@
 """Outgoing transfers of state: what this provider is sending, how much of it has arrived, and since when.
 
 The heartbeat reports them. The coordinator then does not give up a stage that is busy sending, and the user sees what
-the others wait for. A transfer counts confirmed bytes; an upload counts bytes that the connection has accepted.
+the others wait for. A transfer counts confirmed bytes; an upload counts bytes that the connection has accepted. All of
+them take their turns in one budget.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Final
 
+from ravnest.net.pacing.budget import StateBudget
 from ravnest.net.v1.control_pb2 import Transfer
 
 MAX_TOLD: Final = 16
@@ -60,7 +62,10 @@ class OutgoingTransfer:
 class OutgoingTransfers:
     """All current transfers. They begin and end on any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: StateBudget | None = None) -> None:
+        """Without a `budget` nothing waits."""
+        self.budget = budget or StateBudget.unlimited()
+        """State waits here for its turn on the line."""
         self._lock = threading.Lock()
         self._under_way: list[OutgoingTransfer] = []
 

@@ -19,7 +19,7 @@ from ravnest.net.v1.control_pb2 import ProviderMessage, Replicate, Replicated
 from ravnest.provider.replicas.files import PartFiles, PartWriter, ReplicaPart, check_key
 from ravnest.provider.replicas.links import PartLink, PartLinks
 from ravnest.provider.replicas.outgoing import OutgoingTransfers
-from ravnest.provider.replicas.transfer import SHARE, send_part
+from ravnest.provider.replicas.transfer import send_part
 
 Tell = Callable[[ProviderMessage], Awaitable[None]]
 """Sends a message to the coordinator; PeerError when the session is over."""
@@ -33,7 +33,7 @@ class ReplicaOwner:
     """
 
     def __init__(self, files: PartFiles, links: PartLinks, tell: Tell, sending: OutgoingTransfers) -> None:
-        """Transfers to the holder are listed in `sending`."""
+        """Transfers to the holder are listed in `sending`, and take their turns in its budget."""
         self._sending = sending
         self._files = files
         self._links = links
@@ -123,8 +123,10 @@ class ReplicaOwner:
             if order is None or order.key != part.key or link is None:
                 return "", ""
             try:
+                limit = order.max_bytes_per_second
                 with self._sending.sending("replica", part.key, part.size_bytes) as sending:
-                    await send_part(await link.connected(), part, SHARE, sending.reached)
+                    transfer = self._sending.budget.transfer("replica", max_bytes_per_second=limit)
+                    await send_part(await link.connected(), part, transfer, sending.reached)
                 return order.holder.node, ""
             except Exception as error:
                 if self._order is order:

@@ -142,14 +142,20 @@ class ReplicaService:
                 await refuse(connection, order.replica, str(error))
                 raise
             with self._transfers.sending("part", order.key, part.size_bytes) as sending:
-                await send_part(connection, part, reached=sending.reached)
+                transfer = self._transfers.budget.transfer(
+                    "part", urgent=not order.background, max_bytes_per_second=order.max_bytes_per_second
+                )
+                await send_part(connection, part, transfer, sending.reached)
         finally:
             await link.close()
 
     async def _upload_part(self, order: UploadPart) -> None:
         part = self._files.find(order.key, order.replica)
         with self._transfers.sending("part", order.name, part.size_bytes) as sending:
-            await upload(self._client, order.name, lambda: sending.counted(_chunks(part)))
+            transfer = self._transfers.budget.transfer(
+                "part", urgent=order.urgent, max_bytes_per_second=order.max_bytes_per_second
+            )
+            await upload(self._client, order.name, lambda: sending.counted(_chunks(part)), transfer)
 
     def _spawn(self, key: str, work: Coroutine[Any, Any, None]) -> None:
         if len(self._tasks) >= _MAX_TASKS:

@@ -2,13 +2,14 @@
 
 The sender announces the size and waits until the part is wanted. It sends the bytes in order, and then their hash. The
 receiver confirms that it keeps the part, or refuses it with a reason at any moment, and skips the remaining frames of a
-part that it refused. Replicas are background traffic: they are sent in bursts with pauses, so that activations and
-gradients find the line free. Each burst ends with a question for the bytes received, which measures the line.
+part that it refused. Parts are background traffic: each piece waits for its turn (net/pacing), so that activations and
+gradients find the line free. Now and then the sender asks for the bytes received; on a line that was not measured it
+asks after each piece, which measures the line.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -18,14 +19,12 @@ from ravnest.background import in_thread
 from ravnest.errors import PeerError, RavnestError, RefusedError
 from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind
+from ravnest.net.pacing.budget import PacedTransfer, StateBudget
 from ravnest.net.streams.resumable_link import ResumableLink
 from ravnest.provider.replicas.files import ReplicaPart
 
 CHUNK_BYTES: Final = 256 << 10
 """Maximum bytes of a part in one frame."""
-
-SHARE: Final = 0.25
-"""Share of a line's time that replicas may use."""
 
 ANSWER_SECONDS: Final = 60.0
 """Timeout of an answer, and of the next frame of the other side."""
@@ -33,14 +32,11 @@ ANSWER_SECONDS: Final = 60.0
 MAX_BYTES: Final = 1 << 40
 """Maximum size of a part, if no tighter limit is known."""
 
-_MAX_BURST_BYTES: Final = 4 << 20
-_ASK_BYTES: Final = 1 << 20
+_ASK_PIECES: Final = 4
+"""The sender asks after this many pieces."""
 _MAX_ASKED: Final = 8
-"""For a part without a share limit, the sender asks after each _ASK_BYTES, and waits while _MAX_ASKED questions are
-unanswered. So an answer takes only as long as the line needs for that, however large the part is."""
-_SHORT_SECONDS: Final = 0.02
-_LONG_SECONDS: Final = 0.08
-"""Target length of a burst: an activation that comes in the middle of one does not wait for much longer."""
+"""The sender waits while this many questions are unanswered. So an answer takes only as long as the line needs for
+that, however large the part is."""
 _REASON_CHARACTERS: Final = 1000
 
 SIZE, OFFSET, ASKED = "size_bytes", "offset", "asked"
@@ -74,46 +70,45 @@ class PartRefusedError(PeerError):
 async def send_part(
     link: ResumableLink,
     part: ReplicaPart,
-    share: float | None = None,
+    transfer: PacedTransfer | None = None,
     reached: Callable[[int], None] = lambda received_bytes: None,
 ) -> None:
-    """Send a part, using at most this share of the line's time, and return when it is stored. `reached` is called with
-    the number of bytes that have arrived.
+    """Send a part when it is the turn of this transfer (None: at once), and return when the part is stored. `reached`
+    is called with the number of bytes that have arrived.
 
     PartRefusedError when the other side does not store it, or the part is damaged here, which the other side is told.
     Any other PeerError when the link has failed, or there was no answer for ANSWER_SECONDS.
     """
+    paced = transfer or StateBudget.unlimited().transfer("part")
     replica, began = part.replica, time.perf_counter()
     await link.send(_frame(replica, {SIZE: part.size_bytes}))
     await _answer(link, replica, RECEIVED)
     round_trip = time.perf_counter() - began
-    chunks, offset = part.chunks(CHUNK_BYTES), 0
-    burst = _ASK_BYTES if share is None else CHUNK_BYTES
-    began, burst_end, unanswered = time.perf_counter(), burst, 0
+    chunks, offset, pieces, unanswered = part.chunks(CHUNK_BYTES), 0, 0, 0
     while True:
         try:
-            data = await in_thread(lambda: next(chunks, None))
+            chunk = await in_thread(lambda: next(chunks, None))
         except PeerError as error:
             await refuse(link, replica, str(error))
             raise PartRefusedError(str(error)) from None
-        if data is None:
+        if chunk is None:
             break
-        offset += len(data)
-        asked = offset >= burst_end
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        await link.send(_frame(replica, {OFFSET: offset - len(data), ASKED: asked}, {DATA: tensor}))
-        if asked and share is None:
-            burst_end, unanswered = offset + burst, unanswered + 1
-            if unanswered == _MAX_ASKED:
+        for piece in _pieces(chunk, paced):
+            learns = paced.learns
+            await paced.turn(len(piece))
+            pieces += 1
+            asked = learns or pieces % _ASK_PIECES == 0
+            began = time.perf_counter()
+            tensor = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+            await link.send(_frame(replica, {OFFSET: offset, ASKED: asked}, {DATA: tensor}))
+            offset, unanswered = offset + len(piece), unanswered + asked
+            while unanswered and (learns or unanswered == _MAX_ASKED):
                 reached(await _answer(link, replica, RECEIVED))
                 unanswered -= 1
-        elif asked and share is not None:
-            reached(await _answer(link, replica, RECEIVED))
-            seconds = time.perf_counter() - began
-            round_trip = min(round_trip, seconds)
-            await asyncio.sleep(pause_seconds(seconds, round_trip, share))
-            burst = next_burst(burst, seconds - round_trip)
-            began, burst_end = time.perf_counter(), offset + burst
+            if learns:
+                seconds = time.perf_counter() - began
+                round_trip = min(round_trip, seconds)
+                paced.observed(len(piece), seconds - round_trip)
     digest = torch.frombuffer(bytearray.fromhex(part.sha256), dtype=torch.uint8)
     await link.send(_frame(replica, {}, {SHA256: digest}))
     while unanswered:
@@ -128,20 +123,13 @@ async def refuse(link: ResumableLink, replica: int, reason: str) -> None:
     await link.send(_frame(replica, {}, {REFUSED: torch.frombuffer(text or bytearray(b"-"), dtype=torch.uint8)}))
 
 
-def pause_seconds(seconds: float, round_trip_seconds: float, share: float) -> float:
-    """Length of the pause after a burst that was confirmed after this time.
-
-    The line was busy for that time, except for one round trip.
-    """
-    busy = max(0.0, seconds - round_trip_seconds)
-    return max(0.0, busy / share - seconds)
-
-
-def next_burst(burst_bytes: int, busy_seconds: float) -> int:
-    """Size of the next burst: larger on fast lines, where waiting for answers costs most."""
-    if busy_seconds < _SHORT_SECONDS:
-        return min(2 * burst_bytes, _MAX_BURST_BYTES)
-    return max(burst_bytes // 2, CHUNK_BYTES) if busy_seconds > _LONG_SECONDS else burst_bytes
+def _pieces(chunk: bytes, paced: PacedTransfer) -> Iterator[bytes]:
+    """The chunk in pieces of the size that the line takes at present."""
+    start = 0
+    while start < len(chunk):
+        end = start + min(paced.piece_bytes, CHUNK_BYTES)
+        yield chunk[start:end]
+        start = end
 
 
 class PartArrivals(Generic[SinkT]):

@@ -18,11 +18,12 @@ from ravnest.background import BackgroundTasks, cancel_and_wait
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.frames.frames import Frame, FrameKind, RingPlace
 from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.net.pacing.budget import StateBudget
 from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.v1.control_pb2 import Deploy, Neighbour
 from ravnest.provider.links.stage_link import StageLink
 from ravnest.provider.rings.receiver import PieceReceiver
-from ravnest.provider.rings.sender import PieceSender, WaitTurn
+from ravnest.provider.rings.sender import PieceSender
 
 WINDOW_BYTES: Final = 16 << 20
 """Maximum number of unconfirmed bytes on a link. Smaller than between stages, because the rest of an attempt that was
@@ -45,10 +46,10 @@ class RingLines:
         node: NodeIdentity,
         client: CoordinatorClient,
         receiver: PieceReceiver,
-        wait_turn: WaitTurn | None = None,
+        budget: StateBudget | None = None,
     ) -> None:
-        """`wait_turn`: see `PieceSender`."""
-        self._wait_turn = wait_turn
+        """Pieces take their turns in the `budget`; None: they do not wait."""
+        self._budget = budget
         self.client = client
         """The connection to the coordinator, which relays links. Replaced after a reconnect, for new lines."""
         self._generation = generation
@@ -112,7 +113,7 @@ class RingLines:
         await asyncio.gather(*(line.close(timeout_seconds) for line in self._lines.values()), self._closing.wait())
 
     def _make_line(self, peer: Neighbour) -> "_Line":
-        return _Line(peer, self._generation, self._node, self.client, self._receiver, self._wait_turn)
+        return _Line(peer, self._generation, self._node, self.client, self._receiver, self._budget)
 
 
 class _Line:
@@ -125,14 +126,14 @@ class _Line:
         node: NodeIdentity,
         client: CoordinatorClient,
         receiver: PieceReceiver,
-        wait_turn: WaitTurn | None = None,
+        budget: StateBudget | None,
     ) -> None:
         self._peer = peer
         self._node = node
         self._client = client
         self._receiver = receiver
         self.end = self._make_end()
-        self.sender = PieceSender(peer, generation, node, receiver, self._send_frame, wait_turn)
+        self.sender = PieceSender(peer, generation, node, receiver, self._send_frame, budget)
         self._is_closed = False
         self._linking: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None

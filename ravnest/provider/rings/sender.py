@@ -1,4 +1,8 @@
-"""Sender of pieces to one other owner: over a direct line if there is one, otherwise over the link."""
+"""Sender of pieces to one other owner: over a direct line if there is one, otherwise over the link.
+
+Pieces wait for their turn on the line, because activations and gradients go first (net/pacing). They take all that
+these leave: the interval of rounds is planned with that.
+"""
 
 import asyncio
 import queue
@@ -13,14 +17,12 @@ from ravnest.errors import PeerError
 from ravnest.net.direct_line import DirectLine, dial_direct
 from ravnest.net.frames.frames import Frame, FrameKind, RingPlace
 from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.net.pacing.budget import StateBudget
 from ravnest.net.v1.control_pb2 import Neighbour
 from ravnest.provider.rings.direct_line_retries import DirectLineRetries
 from ravnest.provider.rings.receiver import PieceReceiver
 
 DIAL_SECONDS: Final = 2.0
-
-WaitTurn = Callable[[int], None]
-"""Blocks until so many bytes of state may be sent: see `PieceSender`."""
 
 SendFrame = Callable[[Frame], Coroutine[Any, Any, None]]
 """Sends a frame over the link, on the network's loop."""
@@ -29,7 +31,7 @@ SendFrame = Callable[[Frame], Coroutine[Any, Any, None]]
 class PieceSender:
     """Sends pieces in order on a thread of its own, which the first piece starts. `put` may be called on any thread.
 
-    With `wait_turn`, each piece waits for its turn on this machine's line, unless training stands still for the round.
+    Each piece waits for its turn on this machine's line, unless training stands still for the round.
     """
 
     def __init__(
@@ -39,14 +41,16 @@ class PieceSender:
         node: NodeIdentity,
         receiver: PieceReceiver,
         send_frame: SendFrame,
-        wait_turn: WaitTurn | None = None,
+        budget: StateBudget | None = None,
     ) -> None:
+        """Without a `budget` nothing waits."""
+        budget = budget or StateBudget.unlimited()
+        self._paced, self._urgent = budget.transfer("round"), budget.transfer("round", urgent=True)
         self._peer = peer
         self._generation = generation
         self._node = node
         self._receiver = receiver
         self._send_frame = send_frame
-        self._wait_turn = wait_turn
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[tuple[RingPlace, torch.Tensor] | None] = queue.SimpleQueue()
         self._direct: DirectLine | None = None
@@ -80,12 +84,6 @@ class PieceSender:
             place, data = item
             if not self._receiver.is_wanted(place):
                 continue
-            if self._wait_turn is not None and not self._receiver.is_urgent(place):
-                self._wait_turn(data.nbytes)
-                if self._is_closed:
-                    return
-                if not self._receiver.is_wanted(place):
-                    continue
             try:
                 self._send(place, data)
             except (PeerError, CancelledError, RuntimeError) as error:
@@ -95,6 +93,7 @@ class PieceSender:
 
     def _send(self, place: RingPlace, data: torch.Tensor) -> None:
         address = self._peer.direct_address
+        transfer = self._urgent if self._receiver.is_urgent(place) else self._paced
         if self._direct is None and address and self._retries.is_due(place.round):
             try:
                 self._direct = dial_direct(address, self._peer.node, self._node, DIAL_SECONDS)
@@ -102,7 +101,7 @@ class PieceSender:
                 self._retries.failed(place.round)
         if self._direct is not None:
             try:
-                self._direct.send(self._generation, place, data)
+                self._direct.send(self._generation, place, data, transfer)
             except PeerError:
                 self._direct.close()
                 self._direct = None
@@ -110,6 +109,7 @@ class PieceSender:
                 raise
             self._retries.carried(place.round)
             return
+        transfer.wait_turn(data.nbytes, lambda: self._is_closed)
         frame = Frame(FrameKind.RING, 0, generation=self._generation, tensors={"data": data}, piece=place)
         self._sending = asyncio.run_coroutine_threadsafe(self._send_frame(frame), self._loop)
         self._sending.result()

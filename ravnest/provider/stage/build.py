@@ -69,5 +69,7 @@ async def _join_rings(
 ) -> RingMembership:
     loop = asyncio.get_running_loop()
     rings = await asyncio.to_thread(Rings, order, stage, host.node.node_id, loop, records.tell, restored)
-    lines = RingLines(order.ring_peers, ring_generation(order), host.node, client, rings.receiver)
+    lines = RingLines(
+        order.ring_peers, ring_generation(order), host.node, client, rings.receiver, host.transfers.budget
+    )
     return RingMembership(rings, lines)

@@ -69,7 +69,7 @@ class CheckpointUploads:
         """Upload the stage's state. Returns when the caller may change the tensors again."""
         if self._is_unwanted.is_set():
             return
-        name = f"checkpoint-{checkpoint}"
+        name = upload_name(checkpoint)
         if not any(key.startswith("outer:") for key in tensors):
             tensors = {**tensors, **self._outer_state()}
         size_bytes = _size_bytes(tensors)
@@ -138,6 +138,11 @@ class CheckpointUploads:
                     raise
                 return
         self._records.saved(checkpoint)
+
+
+def upload_name(checkpoint: int) -> str:
+    """Name under which a stage uploads its part of a checkpoint."""
+    return f"checkpoint-{checkpoint}"
 
 
 def copied(tensors: Tensors) -> dict[str, torch.Tensor]:

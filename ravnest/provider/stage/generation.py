@@ -10,7 +10,7 @@ the microbatches in flight, and starts the next generation around the same weigh
 import asyncio
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -27,15 +27,16 @@ from ravnest.engine.worker import StageWorker
 from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.portable import ValueSpec
 from ravnest.net.frames.frames import Frame, FrameKind
+from ravnest.net.pacing.budget import StateBudget
 from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.streams.resumable_link import ResumableLink
-from ravnest.net.v1.control_pb2 import Deploy, LinkState, ProviderMessage, Strained
+from ravnest.net.v1.control_pb2 import Deploy, LinkState, ProviderMessage, Save, Strained
 from ravnest.provider.links.cuda_copies import DeviceCopies
 from ravnest.provider.links.frame_check import check_frame
 from ravnest.provider.links.pack_threads import Outgoing, Packing
 from ravnest.provider.links.stage_link import StageLink
 from ravnest.provider.links.upload import upload
-from ravnest.provider.stage.checkpoint_upload import CheckpointUploads
+from ravnest.provider.stage.checkpoint_upload import CheckpointUploads, upload_name
 from ravnest.provider.stage.failure import FirstFailure, StageFailure
 from ravnest.provider.stage.host import Host
 from ravnest.provider.stage.memory_watch import StageMemory
@@ -70,10 +71,15 @@ class Generation:
             for neighbour, is_next in ((order.previous, False), (order.next, True))
             if neighbour.node
         ]
+        for end in self.links:
+            end.link.foreground = host.transfers.budget
+        self._awaited = ""
+        """Name of the upload that the run waits for, if there is one."""
+        self._max_bytes_per_second = 0.0
         self._failures = FirstFailure()
         self._memory = StageMemory(host, recomputes=not stage.keeps_activations)
         self._uploads = CheckpointUploads(
-            partial(upload, client),
+            partial(self._upload, client, host.transfers.budget),
             records,
             self._failures,
             host.transfers,
@@ -141,6 +147,11 @@ class Generation:
         except MisfitError as error:
             # The coordinator is trusted, so what the previous stage sent of this microbatch is wrong.
             self._accuse(next(end for end in self.links if not end.is_next), error)
+
+    def expect_save(self, order: Save) -> None:
+        """The stage is to be saved: how urgently, and how fast at most."""
+        self._awaited = upload_name(order.checkpoint) if order.urgent else ""
+        self._max_bytes_per_second = order.max_bytes_per_second
 
     def save(self, checkpoint: int) -> None:
         """Upload the stage's state to this checkpoint, before the worker's next task."""
@@ -231,6 +242,14 @@ class Generation:
     async def _end_tasks(self) -> None:
         await self._tasks.close()
         self._packing.close()
+
+    async def _upload(
+        self, client: CoordinatorClient, budget: StateBudget, name: str, chunks: Callable[[], AsyncIterator[bytes]]
+    ) -> None:
+        transfer = budget.transfer(
+            "checkpoint", urgent=name == self._awaited, max_bytes_per_second=self._max_bytes_per_second
+        )
+        await upload(client, name, chunks, transfer)
 
     async def _read(self, end: StageLink, kind: FrameKind, take: Callable[[Message], None]) -> None:
         link, check = end.link, partial(self._check, kind=kind)

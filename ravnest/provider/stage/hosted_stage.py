@@ -33,6 +33,7 @@ from ravnest.net.v1.control_pb2 import (
     Ready,
     Report,
     RingProgress,
+    Save,
     Strained,
     UpdateRecord,
 )
@@ -205,12 +206,13 @@ class HostedStage:
         # torch keeps the number for each thread that has computed, so the thread that computes has to set it.
         self.generation.worker.call_between_tasks(partial(torch.set_num_threads, threads))
 
-    def save(self, checkpoint: int, anchored: bool = False) -> None:
-        """Upload the stage's state to a checkpoint; `anchored`: with the parameters of the last averaging round."""
+    def save(self, order: Save) -> None:
+        """Upload the stage's state to a checkpoint; if `anchored`, with the parameters of the last averaging round."""
+        self.generation.expect_save(order)
         if self._membership is None:
-            self.generation.save(checkpoint)
+            self.generation.save(order.checkpoint)
         else:
-            self.generation.save_with(checkpoint, partial(self._membership.rings.saved, anchored))
+            self.generation.save_with(order.checkpoint, partial(self._membership.rings.saved, order.anchored))
 
     def trace(self, microbatch: int) -> None:
         """Tell the coordinator what the stage knows of a microbatch whose loss or gradients are not finite."""

@@ -92,7 +92,7 @@ def test_a_line_that_is_full_of_the_state_of_its_stage_is_not_slow_and_one_that_
     told.report(USUAL)
     for _ in range(5):
         told.report(SLOW, times=2)
-        told.report(SLOW, sends="checkpoint")
+        told.report(SLOW, sends="part")
     assert told.events == []
     told.report(SLOW, sends="replica")
     assert [kind for kind, _ in told.events] == ["link_slow"]

@@ -16,6 +16,7 @@ from ravnest.coordinator.recovery.membership_changes import leave_seconds
 from ravnest.coordinator.replicas.pace import MIN_TIMEOUT_SECONDS, replica_timeout_seconds
 from ravnest.coordinator.swarm import uploads as counters
 from ravnest.coordinator.swarm.uploads import UploadProgress, Uploads
+from ravnest.net.pacing.state_rate import DEFAULT_SETTINGS, piece_bytes
 from ravnest.net.v1.control_pb2 import Report, Transfer
 
 HOME = 10e6 / 8
@@ -42,12 +43,12 @@ def test_state_of_which_nothing_comes_any_more_is_no_work() -> None:
 
 def test_state_that_trickles_is_no_work_though_some_of_it_always_comes() -> None:
     seconds = 1.0
-    while is_progressing(UploadProgress(int(0.01 * HOME * seconds), seconds, 0.1), HOME)[0]:
+    while is_progressing(UploadProgress(int(0.002 * HOME * seconds), seconds, 0.1), HOME)[0]:
         seconds += 1.0
         assert seconds < 60.0
     assert (
         "its line takes less than 60 s for that"
-        in is_progressing(UploadProgress(int(0.01 * HOME * 60), 60.0, 0.1), HOME)[1]
+        in is_progressing(UploadProgress(int(0.002 * HOME * 60), 60.0, 0.1), HOME)[1]
     )
 
 
@@ -110,6 +111,16 @@ def test_who_wants_to_leave_is_kept_until_its_stage_can_have_gone_over_its_line(
     assert leave_seconds(STATE, HOME) > 60.0 + STATE / HOME
 
 
-def test_a_replica_is_no_reason_not_to_look_at_how_fast_a_stage_is() -> None:
-    assert not fills_its_line(Report(transfers=[Transfer(kind="replica")]))
-    assert fills_its_line(Report(transfers=[Transfer(kind="replica"), Transfer(kind="checkpoint")]))
+@pytest.mark.parametrize("rate", [1e6 / 8, HOME, 125e6])
+def test_state_that_yields_to_activations_all_the_time_is_work_on_any_line(rate: float) -> None:
+    """Each transfer gets one hundredth of its line at least, in the pieces that the line takes."""
+    share, piece = DEFAULT_SETTINGS.transfer_share * rate, piece_bytes(rate)
+    for seconds in range(1, 5000, 7):
+        done = int(share * seconds) // piece * piece
+        still = seconds - done / share
+        assert is_progressing(UploadProgress(done, float(seconds), still), rate)[0], seconds
+
+
+def test_only_a_part_that_a_cluster_waits_for_is_a_reason_not_to_look_at_how_slow_its_line_is() -> None:
+    assert not fills_its_line(Report(transfers=[Transfer(kind="replica"), Transfer(kind="checkpoint")]))
+    assert fills_its_line(Report(transfers=[Transfer(kind="replica"), Transfer(kind="part")]))

@@ -13,6 +13,8 @@ from ravnest.coordinator.access.admission import Admission
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.identity.identity import Identity
 from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.net.pacing.budget import PacedTransfer, StateBudget, Ticket
+from ravnest.net.pacing.state_rate import StateKind
 from ravnest.net.rpc.server import ProviderServer
 from ravnest.net.streams.frame_stream import Link
 from ravnest.net.v1.control_pb2 import (
@@ -29,6 +31,7 @@ from ravnest.net.v1.control_pb2 import (
 )
 from ravnest.provider.fetch.artifacts import Artifacts
 from ravnest.provider.replicas.files import PartFiles
+from ravnest.provider.replicas.outgoing import OutgoingTransfers
 from ravnest.provider.replicas.service import ReplicaService
 
 KEY = "d1-c0-s1"
@@ -58,6 +61,26 @@ class ByHand:
         raise PeerError("there is no relay here")
 
 
+class AskedBudget(StateBudget):
+    """The budget of a fast line, which notes the transfers that take turns in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.measured(100e6)
+        self.asked: list[tuple[StateKind, bool, float]] = []
+        """Kind, urgency and limit of each."""
+        self.turns: list[int] = []
+        """Sizes of the turns that were not urgent."""
+
+    def transfer(self, kind: StateKind, *, urgent: bool = False, max_bytes_per_second: float = 0.0) -> PacedTransfer:
+        self.asked.append((kind, urgent, max_bytes_per_second))
+        return super().transfer(kind, urgent=urgent, max_bytes_per_second=max_bytes_per_second)
+
+    def join(self, kind: StateKind, size_bytes: int, wake: Callable[[], None]) -> Ticket:
+        self.turns.append(size_bytes)
+        return super().join(kind, size_bytes, wake)
+
+
 class Keeper:
     """A provider, as far as it has to do with parts; `link` is what the agent does."""
 
@@ -78,8 +101,16 @@ class Keeper:
         self.address = ""
         client: Any = self.coordinator
         artifacts = Artifacts(client, None)
+        self.budget = AskedBudget()
         self.parts = ReplicaService(
-            self.files, self.node, client, artifacts, self.said.put, self._allow, lambda text: self.lines.append(text)
+            self.files,
+            self.node,
+            client,
+            artifacts,
+            self.said.put,
+            self._allow,
+            lambda text: self.lines.append(text),
+            OutgoingTransfers(self.budget),
         )
 
     def _allow(self, keepers: frozenset[str]) -> None:

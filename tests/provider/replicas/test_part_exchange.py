@@ -13,6 +13,7 @@ import torch
 from ravnest.errors import PeerError, RunError
 from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind
+from ravnest.net.pacing.budget import StateBudget
 from ravnest.net.rpc.client import dial_link
 from ravnest.net.streams.resumable_link import ResumableLink
 from ravnest.net.v1.control_pb2 import (
@@ -28,10 +29,9 @@ from ravnest.net.v1.control_pb2 import (
 )
 from ravnest.provider.replicas import fetch_part
 from ravnest.provider.replicas import files as part_files
-from ravnest.provider.replicas import transfer as part_transfer
 from ravnest.provider.replicas.links import PartLinks
 from ravnest.provider.replicas.outgoing import OutgoingTransfers
-from ravnest.provider.replicas.transfer import CHUNK_BYTES, next_burst, pause_seconds, send_part
+from ravnest.provider.replicas.transfer import CHUNK_BYTES, send_part
 from tests.coordinator.checkpoints.part_states import GRAPH
 from tests.net.secure_ends import run
 from tests.provider.replicas.part_ends import KEY, METADATA, Keeper, a_state, keepers, pair, until
@@ -680,40 +680,65 @@ def test_when_a_stay_is_over_its_links_end_and_the_files_stay(tmp_path: Path) ->
 # Not in the way of activations.
 
 
-@pytest.mark.parametrize("bytes_per_second", [1e6, 6e6, 1e8])
-@pytest.mark.parametrize("round_trip", [0.0, 0.05, 0.2])
-def test_a_replica_takes_its_share_of_the_line_and_no_more(bytes_per_second: float, round_trip: float) -> None:
-    sent, seconds, burst = 0, 0.0, CHUNK_BYTES
-    for _ in range(50):
-        busy = burst / bytes_per_second
-        took = busy + round_trip
-        seconds += took + pause_seconds(took, round_trip, 0.25)
-        sent += burst
-        burst = next_burst(burst, busy)
-        assert busy < 0.3, "what is in the way is soon over"
-    assert sent / seconds <= 0.25 * bytes_per_second * 1.001
-    # If a round trip lasts longer than the largest burst, waiting for answers is the limit.
-    assert sent / seconds >= min(0.15 * bytes_per_second, 0.4 * (4 << 20) / max(round_trip, 1e-9))
-
-
-def test_a_replica_pauses_between_its_bursts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[float, float]] = []
-
-    def pause(seconds: float, round_trip: float, share: float) -> float:
-        asked.append((seconds, share))
-        return 0.0
-
+def test_a_replica_waits_for_its_turns_and_a_stage_that_waits_for_its_part_does_not(tmp_path: Path) -> None:
     async def test() -> None:
         async with keepers(tmp_path, "owner", "holder") as (owner, holder):
-            monkeypatch.setattr(part_transfer, "pause_seconds", pause)
             pair(owner, holder)
-            owner.keep(4, a_state(2_000_000))
+            owner.keep(4, a_state(500_000))
             await owner.hears()
-            assert len(asked) >= 2 and {share for _, share in asked} == {0.25}
-            asked.clear()
+            size = len(content(owner, 4))
+            assert owner.budget.asked == [("replica", False, 0.0)]
+            assert sum(owner.budget.turns) == size and max(owner.budget.turns) <= CHUNK_BYTES
+            owner.budget.turns.clear()
             order = a_deploy(holder, owner)
             owner.obey(give=Give(key=KEY, replica=4, to=owner.dials(holder, "give-1")))
             await holder.parts.fetch_part(order)
-            assert not asked, "a provider that waits for a stage gets it without a limit"
+            assert owner.budget.asked[1:] == [("part", True, 0.0)] and not owner.budget.turns
+
+    run(test())
+
+
+def test_an_order_says_what_is_urgent_and_what_the_receiver_can_take(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with keepers(tmp_path, "owner", "holder") as (owner, holder):
+            holder.obey(hold=Hold(key=KEY, owner=holder.awaits(owner, "rep-1")))
+            link = owner.dials(holder, "rep-1")
+            owner.obey(replicate=Replicate(key=KEY, holder=link, max_bytes_per_second=50e6))
+            owner.keep(4, a_state())
+            await owner.hears()
+            owner.obey(upload_part=UploadPart(key=KEY, replica=4, name="a", max_bytes_per_second=20e6))
+            owner.obey(upload_part=UploadPart(key=KEY, replica=4, name="b", urgent=True))
+            await until(lambda: owner.coordinator.uploads.keys() == {"a", "b"})
+            order = a_deploy(holder, owner)
+            owner.obey(give=Give(key=KEY, replica=4, to=owner.dials(holder, "give-1"), background=True))
+            await holder.parts.fetch_part(order)
+            assert owner.budget.asked == [
+                ("replica", False, 50e6),
+                ("part", False, 20e6),
+                ("part", True, 0.0),
+                ("part", False, 0.0),
+            ]
+
+    run(test())
+
+
+def test_a_line_that_was_not_measured_is_learned_from_the_answers(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with keepers(tmp_path, "owner", "holder") as (owner, holder):
+            pair(owner, holder)
+            budget = StateBudget()
+            owner.keep(4, a_state(100_000))
+            await owner.hears()
+            assert "assumed" in budget.rate()[1]
+            order = a_deploy(holder, owner)
+            holder.parts.expect(order)
+            link = PartLinks(owner.node, owner.coordinator, lambda nodes: None).add(  # type: ignore[arg-type]
+                owner.dials(holder, "give-1")
+            )
+            fetching = asyncio.create_task(holder.parts.fetch_part(order))
+            await send_part(await link.connected(), owner.files.find(KEY, 4), budget.transfer("part"))
+            await fetching
+            assert "learned from transfers" in budget.rate()[1]
+            await link.close()
 
     run(test())

@@ -1,0 +1,71 @@
+"""The coordinator's own line, and the lines of those who receive state: rates at which state may be sent.
+
+The coordinator serves artifacts and relays links while it feeds the run, so its state keeps to a budget too. Several
+senders may send state to one receiver; each then gets its share of the receiver's line.
+"""
+
+import ipaddress
+import time
+from collections.abc import Callable
+from typing import Final
+
+from ravnest.net.pacing.budget import StateBudget
+from ravnest.net.pacing.state_rate import StateKind
+
+RECEIVER_SHARE: Final = 0.5
+"""Largest share of a receiver's line that all senders of state together may take: activations and gradients arrive on
+the same line."""
+TRAINS_SECONDS: Final = 30.0
+"""A run trains if a microbatch was completed within this time."""
+_MAX_LINE_RATE: Final = 1.25e9
+"""Rate of the fastest line that is believed, in bytes per second."""
+
+RELAYED_STATE: Final[dict[str, StateKind]] = {"replica": "replica", "rings": "round"}
+"""Kinds of state on relayed links, by the purpose of the link. Links between stages and to a stage that waits for its
+part are not held back."""
+
+
+def receiver_limit(line_bytes_per_second: float | None, senders: int) -> float:
+    """Bytes per second that each of several senders may send to one receiver; 0: its line is not known."""
+    if not line_bytes_per_second:
+        return 0.0
+    return RECEIVER_SHARE * line_bytes_per_second / max(1, senders)
+
+
+class OwnLine:
+    """The coordinator's line, learned from the measurements of its providers. Used on the network's loop."""
+
+    def __init__(self, budget: StateBudget, clock: Callable[[], float] = time.monotonic) -> None:
+        self.budget = budget
+        self.down_bytes_per_second = 0.0
+        """Rate of the downlink; 0 while it is not known."""
+        self._clock = clock
+        self._trained_at: float | None = None
+
+    def measured(self, host: str, up_bytes_per_second: float, down_bytes_per_second: float) -> None:
+        """A provider on this host has measured its connection to the coordinator: `up` is towards the coordinator.
+
+        The coordinator's line is at least as fast as the fastest connection. Providers on its own machine tell nothing
+        about it.
+        """
+        if is_own_host(host):
+            return
+        self.budget.measured(min(down_bytes_per_second, _MAX_LINE_RATE))
+        self.down_bytes_per_second = max(self.down_bytes_per_second, min(up_bytes_per_second, _MAX_LINE_RATE))
+
+    def trained(self) -> None:
+        """A microbatch has been completed."""
+        self._trained_at = self._clock()
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run trains at present, so that artifacts have to yield."""
+        return self._trained_at is not None and self._clock() - self._trained_at < TRAINS_SECONDS
+
+
+def is_own_host(host: str) -> bool:
+    """Whether this is the coordinator's own machine: other machines cannot connect from its loopback."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
