@@ -14,8 +14,11 @@ class Case:
     settle_seconds: float = 60.0
     """Time after the first update that is not measured."""
     measure_seconds: float = 120.0
-    peers: bool = False
-    """Whether peers train the same model on the same machines."""
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether all machines together have the memory for a whole model each, and peers the code of the model."""
+        return self.model in ("wide-5", "wide-50")
 
     @property
     def title(self) -> str:
