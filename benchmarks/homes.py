@@ -50,7 +50,9 @@ def main() -> int:
     if reason := Lab.unavailable():
         say(f"the WAN lab is not available: {reason}")
         return 2
-    if "peers" in given.part and (reason := missing_hivemind(given.hivemind)):
+    if any("peers" in _parts_of(CASES[name], given) for name in given.only) and (
+        reason := missing_hivemind(given.hivemind)
+    ):
         say(f"hivemind is left out: {reason}")
         given.hivemind = None
     rows: list[Row] = []
@@ -61,11 +63,12 @@ def main() -> int:
             case = replace(case, measure_seconds=given.seconds)
         with tempfile.TemporaryDirectory(prefix="ravnest-homes-") as temporary:
             measured = _Measured(case, Path(temporary) if given.keep is None else given.keep / name)
-            if "state" in given.part:
+            parts = _parts_of(case, given)
+            if "state" in parts:
                 measured.state()
-            if "kills" in given.part:
+            if "kills" in parts:
                 measured.kills(given.seed, given.kills)
-            if "peers" in given.part and case.has_peers:
+            if "peers" in parts:
                 measured.peers(given.hivemind)
         rows += measured.rows
         targets += measured.targets
@@ -78,7 +81,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the result to this file")
     parser.add_argument("--record", action="store_true", help="also write the table to benchmarks/history/")
     parser.add_argument("--only", choices=CASES, action="append", help="run only this case; may be repeated")
-    parser.add_argument("--part", choices=_PARTS, action="append", help="measure only this; may be repeated")
+    parser.add_argument("--part", choices=_PARTS, action="append", help="measure this; may be repeated")
     parser.add_argument("--seconds", type=float, help="measured seconds of each run, instead of the case's own")
     parser.add_argument("--kills", type=int, help="machines to kill one after the other (default: each)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the moments of the kills (default: 1)")
@@ -86,12 +89,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--keep", metavar="DIR", type=Path, help="new folder for the run directories and all output")
     given = parser.parse_args()
     given.only = given.only or ([QUICK.name] if given.quick else [name for name in CASES if name != QUICK.name])
-    given.part = given.part or list(_PARTS[:1] if given.quick else _PARTS)
     if given.keep is not None:
         if given.keep.exists():
             parser.error(f"{given.keep} exists: give a new folder to --keep")
         given.keep = given.keep.absolute()
     return given
+
+
+def _parts_of(case: Case, given: argparse.Namespace) -> list[str]:
+    """The parts to measure of a case: those asked for that it can have, or its own."""
+    return [part for part in given.part or case.parts if part != "peers" or case.has_peers]
 
 
 class _Measured:

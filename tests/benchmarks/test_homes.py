@@ -55,6 +55,10 @@ def test_the_cases_have_every_kind_of_line_both_numbers_of_clusters_and_every_si
     assert {home.kind for population in populations for home in population.homes} >= {kind.name for kind in KINDS}
     assert {population.clusters for population in populations} >= {1, 2}
     assert {case.model for case in CASES.values()} == set(MODELS)
+    assert {part for case in CASES.values() for part in case.parts} == {"state", "kills", "peers"}
+    assert all(case.has_peers for case in CASES.values() if "peers" in case.parts)
+    killed = {case.population for case in CASES.values() if "kills" in case.parts}
+    assert killed == {case.population for case in CASES.values() if case.name != "quick"}
 
 
 def test_the_round_trip_between_two_homes_is_the_sum_of_their_own() -> None:
