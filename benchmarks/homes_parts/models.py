@@ -22,11 +22,11 @@ from torch import Tensor, nn
 BATCH: Final = 4
 CONTEXT: Final = 64
 CLASSES: Final = 32
-RATE: Final = 1e-3
+RATE: Final = 3e-4
 _WIDTH: Final = 128
 _BLOCKS: Final = 8
 _GPT2_VOCABULARY: Final = 16_384
-_POWER: Final = 4.0
+_POWER: Final = 3.0
 """Tokens are floor(vocabulary * u ** power) with u evenly from 0 to 1: the larger the power, the fewer are frequent."""
 END: Final = "end"
 """File in the folder of a job whose existence ends the data."""

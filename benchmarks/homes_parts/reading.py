@@ -1,7 +1,7 @@
 """Figures of a run on home lines, read from its run directory and from the counters of the lab. Pure functions."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.pipeline_parts.steady import Moment, steady
@@ -27,6 +27,9 @@ class Snapshot:
     """Bytes of activations and gradients that each provider has sent, by the run's own summary."""
     summary_at: float
     """When that summary was written."""
+    idle_seconds: float = 0.0
+    """Seconds that the cores of this machine have been idle, added up."""
+    cores: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,11 @@ class HomesRun:
     """Longest pause of a stage for a snapshot; None where no stage reports it."""
     finish_seconds: float | None
     """Time from the end of the data to the end of the run; None if it did not finish or was not waited for."""
+    idle_share: float
+    """Share of this machine's cores that was idle in the measured time. Homes share these cores."""
+    losses: tuple[tuple[float, float], ...] = field(default=(), repr=False)
+    """Seconds since the first microbatch was completed, and the loss of each microbatch until the end of the measured
+    time."""
 
     @property
     def of_predicted(self) -> float:
@@ -101,7 +109,8 @@ def read_run(
 
     Each line of the training loss is one microbatch, of `batch` samples.
     """
-    moments = [Moment(line["at"]) for line in metrics if line["kind"] == "train"]
+    completed = [line for line in metrics if line["kind"] == "train"]
+    moments = [Moment(line["at"]) for line in completed]
     rate = steady(moments, first.at, last.at).microbatches_per_second * batch
     pauses = [line[_PAUSE] for line in metrics if line["kind"] == "stage" and line.get(_PAUSE) is not None]
     return HomesRun(
@@ -119,6 +128,8 @@ def read_run(
         stages=tuple(len(cluster["stages"]) for cluster in summary.get("clusters", ())),
         longest_pause_seconds=max(pauses, default=None),
         finish_seconds=finish_seconds,
+        idle_share=(last.idle_seconds - first.idle_seconds) / ((last.at - first.at) * last.cores),
+        losses=tuple((line["at"] - completed[0]["at"], line["loss"]) for line in completed if line["at"] <= last.at),
     )
 
 

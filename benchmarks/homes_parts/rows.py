@@ -1,10 +1,12 @@
 """Rows of the table and targets of a run on home lines, next to the same run without state."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from statistics import fmean, median
 from typing import Final
 
 from benchmarks.homes_parts.kills import Killed
+from benchmarks.homes_parts.peers import Curve, common_loss, seconds_to, smoothed
 from benchmarks.homes_parts.reading import HomesRun, state_bytes
 from benchmarks.report import Row, Target
 
@@ -30,6 +32,7 @@ def run_row(case: str, run: HomesRun, without: HomesRun | None) -> Row:
         "checkpoint_seconds": fmean(run.checkpoint_seconds) if run.checkpoint_seconds else None,
         "finish_seconds": run.finish_seconds,
         "pause_ms": None if run.longest_pause_seconds is None else 1e3 * run.longest_pause_seconds,
+        "idle": run.idle_share,
         "stages_gb_h": between / _GB,
     }
     if without is not None:
@@ -127,3 +130,20 @@ def kill_targets(case: str, killed: Killed) -> list[Target]:
         of_told = killed.power_cut.lost_seconds / killed.power_cut.told_seconds
         targets.append(Target(f"{case}: work lost by a power cut of told", of_told, 1.0, at_most=True))
     return targets
+
+
+def peer_rows(case: str, curves: Mapping[str, Curve]) -> list[Row]:
+    """A row for each contender, with the time until the lowest loss that all of them have reached."""
+    goal = common_loss([curve.points for curve in curves.values()])
+    return [
+        {
+            "case": f"{case}: {name}",
+            "samples_per_second": curve.samples_per_second,
+            "averagings": curve.averagings,
+            "loss_of_all": goal,
+            "seconds_to_it": seconds_to(curve.points, goal),
+            "lowest_loss": min(mean for _, mean in smoothed(curve.points)),
+            "seconds": curve.points[-1][0],
+        }
+        for name, curve in curves.items()
+    ]

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+import psutil
+
 from benchmarks.homes_parts.models import END
 from benchmarks.homes_parts.population import Population
 from benchmarks.homes_parts.reading import Snapshot
@@ -109,7 +111,8 @@ class HomesSwarm:
         hosts = self._lab.status()["hosts"]
         sent = {name: int(host["counters"]["sent_bytes"]) for name, host in hosts.items()}
         received = {name: int(host["counters"]["received_bytes"]) for name, host in hosts.items()}
-        return Snapshot(time.time(), sent, received, *self._between_stages())
+        idle, cores = psutil.cpu_times().idle, os.cpu_count() or 1
+        return Snapshot(time.time(), sent, received, *self._between_stages(), idle, cores)
 
     def summary(self) -> dict[str, Any]:
         """The current summary of the run; empty before there is one."""

@@ -55,6 +55,10 @@ def test_the_cases_have_every_kind_of_line_both_numbers_of_clusters_and_every_si
     assert {home.kind for population in populations for home in population.homes} >= {kind.name for kind in KINDS}
     assert {population.clusters for population in populations} >= {1, 2}
     assert {case.model for case in CASES.values()} == set(MODELS)
+    assert {part for case in CASES.values() for part in case.parts} == {"state", "kills", "peers"}
+    assert all(case.has_peers for case in CASES.values() if "peers" in case.parts)
+    killed = {case.population for case in CASES.values() if "kills" in case.parts}
+    assert killed == {case.population for case in CASES.values() if case.name != "quick"}
 
 
 def test_the_round_trip_between_two_homes_is_the_sum_of_their_own() -> None:
@@ -122,7 +126,7 @@ EVENTS: list[dict[str, Any]] = [
     {"kind": "lost", "elapsed": 121},
 ]
 METRICS: list[dict[str, Any]] = [
-    *({"kind": "train", "at": 90 + number / 2} for number in range(100)),
+    *({"kind": "train", "at": 90 + number / 2, "loss": 3.0} for number in range(100)),
     {"kind": "stage", "at": 120, "snapshot_pause_seconds": 0.01},
     {"kind": "stage", "at": 121, "snapshot_pause_seconds": 0.03},
     {"kind": "stage", "at": 122},
@@ -135,14 +139,14 @@ SUMMARY: dict[str, Any] = {
 
 
 def a_run(events: list[dict[str, Any]], rate: float = 2.0, traffic: Snapshot | None = None) -> HomesRun:
-    metrics = [{"kind": "train", "at": 100 + number / rate} for number in range(int(30 * rate))]
+    metrics = [{"kind": "train", "at": 100 + number / rate, "loss": 3.0} for number in range(int(30 * rate))]
     last = traffic or Snapshot(130.0, {"p0": 0}, {"p0": 0}, {}, 130.0)
     return read_run(events, metrics, SUMMARY, Snapshot(100.0, {"p0": 0}, {"p0": 0}, {}, 100.0), last, 4, 5.0)
 
 
 def test_the_figures_of_a_run_are_those_of_its_events_and_of_the_measured_time() -> None:
-    last = Snapshot(130.0, {"p0": 3_000_000}, {"p0": 600_000}, {"p0": 2_000_000}, 140.0)
-    first = Snapshot(100.0, {"p0": 1_000_000}, {"p0": 0}, {"p0": 500_000}, 100.0)
+    last = Snapshot(130.0, {"p0": 3_000_000}, {"p0": 600_000}, {"p0": 2_000_000}, 140.0, idle_seconds=70.0, cores=2)
+    first = Snapshot(100.0, {"p0": 1_000_000}, {"p0": 0}, {"p0": 500_000}, 100.0, idle_seconds=40.0, cores=2)
     found = read_run(EVENTS, METRICS, SUMMARY, first, last, batch=4, finish_seconds=7.0)
     assert found.samples_per_second == pytest.approx(8.0)
     assert found.of_predicted == pytest.approx(0.8)
@@ -151,7 +155,8 @@ def test_the_figures_of_a_run_are_those_of_its_events_and_of_the_measured_time()
     assert (found.latest_round, found.rounds_skipped) == (1.5, 1)
     assert found.checkpoint_seconds == (15,)
     assert found.stages == (2, 1)
-    assert found.longest_pause_seconds == 0.03
+    assert (found.longest_pause_seconds, found.idle_share) == (0.03, 0.5)
+    assert (found.losses[0], found.losses[-1], len(found.losses)) == ((0.0, 3.0), (40.0, 3.0), 81)
     # Per hour; the summary was written at other times than the lab was read.
     assert found.traffic["p0"].sent == pytest.approx(2_000_000 * 120)
     assert found.traffic["p0"].received == pytest.approx(600_000 * 120)

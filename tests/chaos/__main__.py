@@ -11,6 +11,7 @@ import random
 import sys
 from pathlib import Path
 
+from benchmarks.homes_parts.population import FIVE
 from tests.chaos.chaos import cases_for, run_chaos
 from tests.chaos.schedule import cases
 from tests.wan import Lab
@@ -23,6 +24,7 @@ def main() -> int:
     parser.add_argument("--clusters", type=int, default=1)
     parser.add_argument("--stages", type=int, default=3, help="stages of each cluster")
     parser.add_argument("--standbys", type=int, default=2)
+    parser.add_argument("--homes", action="store_true", help="home lines, some slow, far away or behind NAT")
     parser.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="minimum time between two cases")
     parser.add_argument("--only", action="append", metavar="CASE", help="such as 'kill leaf during round'; repeatable")
     parser.add_argument("--no-comparison", action="store_true", help="do not train without faults afterwards")
@@ -42,6 +44,7 @@ def main() -> int:
         clusters=args.clusters,
         stages=args.stages,
         standbys=args.standbys,
+        lines=FIVE if args.homes else None,
         among=among,
         every_seconds=args.every,
         compare=not args.no_comparison,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from benchmarks.homes_parts.population import Population
 from tests.chaos.injector import Injector
 from tests.chaos.observer import RunObserver
 from tests.chaos.report import Outcome, Report
@@ -34,6 +35,7 @@ def run_chaos(
     clusters: int = 1,
     stages: int = 3,
     standbys: int = 2,
+    lines: Population | None = None,
     among: Sequence[Case] | None = None,
     every_seconds: float = 0.0,
     undisturbed_seconds: float = 20.0,
@@ -44,16 +46,19 @@ def run_chaos(
 ) -> Report:
     """Trains in the lab under the schedule of the seed: for this number of minutes, or None: each case once.
 
-    `among` are the cases (None: all possible ones); `every_seconds` is the minimum time between two cases. The rate
-    without faults is measured before the first case, and with `measure_again` also after the last: the higher one
-    counts. `keep` is a new folder for all files of the machines. Broken promises are in the report, and not raised.
+    `lines` are the home lines of the machines (None: equal ones), `among` the cases (None: all possible ones);
+    `every_seconds` is the minimum time between two cases. The rate without faults is measured before the first case,
+    and with `measure_again` also after the last: the higher one counts. `keep` is a new folder for all files of the
+    machines. Broken promises are in the report, and not raised.
     """
     among = cases_for(clusters, stages) if among is None else among
     with tempfile.TemporaryDirectory(prefix="ravnest-chaos-") as name:
         folder = Path(name)
         rounds = 1 if minutes is None else 1 + int(minutes * 60 / 5 / len(among))
         epochs = 1 + rounds * sum(case.during == "evaluation" for case in among)
-        with ChaosSwarm(folder, clusters=clusters, stages=stages, standbys=standbys, epochs=epochs) as swarm:
+        with ChaosSwarm(
+            folder, clusters=clusters, stages=stages, standbys=standbys, epochs=epochs, lines=lines
+        ) as swarm:
             report = _Run(swarm, minutes, seed, among, every_seconds, tell).report(
                 undisturbed_seconds, compare, measure_again
             )

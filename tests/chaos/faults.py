@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from tests.chaos.expected_events import ExpectedEvent, event_of, event_of_any, replacement_of
-from tests.chaos.swarm import DOWN_MBPS, HOME, UP_MBPS, ChaosSwarm
+from tests.chaos.swarm import HOME, ChaosSwarm
 
 LOSS: Final = 0.2
 RATE: Final = 0.05
@@ -193,13 +193,17 @@ class SlowLine(Fault):
     hold_seconds = 8.0
 
     def inject(self, swarm: ChaosSwarm) -> None:
-        swarm.lab.host(self.machine).set(up_mbps=UP_MBPS * RATE, down_mbps=DOWN_MBPS * RATE)
+        self._set(swarm, RATE)
 
     def heal(self, swarm: ChaosSwarm) -> None:
-        swarm.lab.host(self.machine).set(up_mbps=UP_MBPS, down_mbps=DOWN_MBPS)
+        self._set(swarm, 1.0)
 
     def expected(self) -> Sequence[ExpectedEvent]:
         return [event_of(self.machine, "link_slow", *NOTICED)]
+
+    def _set(self, swarm: ChaosSwarm, share: float) -> None:
+        line = swarm.lines[self.machine]
+        swarm.lab.host(self.machine).set(up_mbps=line.up_mbps * share, down_mbps=line.down_mbps * share)
 
 
 class Join(Fault):

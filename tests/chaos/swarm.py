@@ -4,6 +4,7 @@ Each machine is one host of the lab, one folder and at most one process at a tim
 machine, with the files on its disk.
 """
 
+import itertools
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path as FilePath
 from types import TracebackType
 from typing import IO, Self
 
+from benchmarks.homes_parts.population import Home, Population
 from ravnest.net.identity.swarm_invite import SwarmInvite
 from tests import warm
 from tests.chaos.observer import Mark, RunObserver
@@ -23,8 +25,8 @@ from tests.wan import Host, Lab, LabHost, Path
 
 HOME = "home"
 ROOT = FilePath(__file__).resolve().parents[2]
-UP_MBPS, DOWN_MBPS = 50, 100
-DELAY_MS = 5.0
+LINE = Home("", up_mbps=50, down_mbps=100, round_trip_ms=5)
+"""Line of every machine, unless the swarm has those of a population."""
 PRETEND = "0.02,0.04"
 """Seconds of a forward and a backward of any stage, so that the two cores that all machines share are not the limit."""
 START_SECONDS = 180.0
@@ -99,7 +101,9 @@ class ChaosSwarm:
         standbys: int = 2,
         strangers: int = 1,
         epochs: int = 1,
+        lines: Population | None = None,
     ) -> None:
+        """With `lines`, the machines have the lines of its homes in turn, and the coordinator that of its requester."""
         self.folder = folder
         self.clusters = clusters
         self.stages = stages
@@ -108,13 +112,22 @@ class ChaosSwarm:
         self._epochs = epochs
         self._members = [f"p{number}" for number in range(1, clusters * stages + standbys + 1)]
         self.strangers = [f"s{number}" for number in range(1, strangers + 1)]
+        self.lines = _lines(lines, [*self._members, *self.strangers])
+        """The line of each machine."""
         self._stack = ExitStack()
         self._invite = ""
 
     def __enter__(self) -> Self:
-        hosts = [Host(name, up_mbps=UP_MBPS, down_mbps=DOWN_MBPS) for name in (HOME, *self._members, *self.strangers)]
+        lines = self.lines
+        hosts = [
+            Host(name, up_mbps=line.up_mbps, down_mbps=line.down_mbps, nat=line.nat) for name, line in lines.items()
+        ]
+        paths = {
+            (one, other): Path(delay_ms=(lines[one].round_trip_ms + lines[other].round_trip_ms) / 2)
+            for one, other in itertools.permutations(lines, 2)
+        }
         with ExitStack() as stack:
-            self.lab = stack.enter_context(Lab(hosts, default=Path(delay_ms=DELAY_MS)))
+            self.lab = stack.enter_context(Lab(hosts, paths=paths))
             self.machines = {name: Machine(host, self.folder / name) for name, host in self.lab.hosts.items()}
             stack.callback(self._kill_all)
             (self.folder / "form").write_text(f"{self._epochs} {self.clusters}")
@@ -248,3 +261,9 @@ class ChaosSwarm:
         for machine in self.machines.values():
             if machine.is_running:
                 machine.kill()
+
+
+def _lines(population: Population | None, names: Iterable[str]) -> dict[str, Home]:
+    homes = (LINE,) if population is None else population.homes
+    home = LINE if population is None else population.requester
+    return {HOME: home, **dict(zip(names, itertools.cycle(homes), strict=False))}

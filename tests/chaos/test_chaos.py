@@ -9,6 +9,7 @@ leaves or stops, and a coordinator that is lost, while nothing else happens.
 
 import pytest
 
+from benchmarks.homes_parts.population import FIVE
 from tests.chaos.chaos import run_chaos
 from tests.chaos.schedule import cases
 from tests.wan.needs import need_lab
@@ -36,6 +37,14 @@ TWO_CLUSTERS = cases(
     "kill root + kill root",
 )
 
+HOME_LINES = cases(
+    "kill root",
+    "cut leaf",
+    "kill leaf during checkpoint",
+    "kill coordinator",
+    "leave stem",
+)
+
 
 def test_one_cluster_with_spare_machines_survives_every_fault() -> None:
     need_lab()
@@ -49,3 +58,13 @@ def test_two_clusters_survive_faults_in_their_rounds_and_agree() -> None:
     report = run_chaos(None, SEED, among=TWO_CLUSTERS, clusters=2, stages=2, standbys=1, undisturbed_seconds=2.0)
     assert not report.violations, f"\n{report}"
     assert len(report.outcomes) == len(TWO_CLUSTERS)
+
+
+def test_a_swarm_on_home_lines_survives_every_fault() -> None:
+    """Uplinks of 10 to 50 Mbit/s, three machines behind NAT, and two of them 120 ms away from the others."""
+    need_lab()
+    report = run_chaos(
+        None, SEED, among=HOME_LINES, clusters=1, stages=3, standbys=2, lines=FIVE, undisturbed_seconds=2.0
+    )
+    assert not report.violations, f"\n{report}"
+    assert len(report.outcomes) == len(HOME_LINES)
