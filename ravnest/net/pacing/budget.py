@@ -36,6 +36,7 @@ IDLE_SECONDS: Final = 10.0
 """Without a frame of a stage for this time, the machine does not train at present."""
 _LOOK_SECONDS: Final = 1.0
 """A waiting transfer looks again after this time: the foreground's average fades meanwhile."""
+_MIN_DELIVERY_SECONDS: Final = 1e-3
 _SOON_SECONDS: Final = 1e-4
 """A shorter wait is none: timers are no finer."""
 _LONGEST_BACKLOG_SECONDS: Final = 0.5
@@ -147,6 +148,11 @@ class StateBudget:
             self._free_at = min(max(now, self._free_at) + size_bytes / line, now + _LONGEST_BACKLOG_SECONDS)
             first = self._first() if self._queued_bytes <= 0 else None
         _wake(first)
+
+    def delivered(self, size_bytes: int, seconds: float) -> None:
+        """A large frame of the foreground was confirmed after this time: the line is at least so fast."""
+        with self._lock:
+            self._line.proved(size_bytes / max(seconds, _MIN_DELIVERY_SECONDS))
 
     def dropped(self, size_bytes: int) -> None:
         """A connection broke before it took these bytes of the foreground."""
@@ -350,6 +356,9 @@ class ControlTraffic:
 
     def written(self, size_bytes: int) -> None:
         self._budget.written(size_bytes, is_work=False)
+
+    def delivered(self, size_bytes: int, seconds: float) -> None:
+        self._budget.delivered(size_bytes, seconds)
 
     def dropped(self, size_bytes: int) -> None:
         self._budget.dropped(size_bytes)
