@@ -275,7 +275,7 @@ class Agent:
                     commands.take_feed(),
                     report_stage(slot, session.control, heartbeat_seconds, say),
                     self._departure.wait(),
-                    self._departure.hand_over(session, self._transfers.moved_within),
+                    self._departure.hand_over(session, self._transfers.moved_within, self._budget.lift),
                 ]
                 if self._cap is not None:
                     work.append(self._cap.watch(self._departure.ask, say))

@@ -67,6 +67,7 @@ class StateBudget:
         self._credited_at = self._free_at = self._floor_at = clock()
         self._share = 1.0
         self._worked_at = -math.inf
+        self._is_lifted = False
         self.control = ControlTraffic(self)
         """Counts control messages: they are foreground, and are sent whether the machine trains or not."""
 
@@ -127,6 +128,13 @@ class StateBudget:
         """Let state take only this share of its rate, from 0 to 1: the user's data for the month run out."""
         with self._lock:
             self._share = min(1.0, max(0.0, share))
+
+    def lift(self) -> None:
+        """Let state take all that the foreground leaves from now on: this machine leaves, and hands its state over."""
+        with self._lock:
+            self._is_lifted = True
+            first = self._first()
+        _wake(first)
 
     def observed(self, size_bytes: int, busy_seconds: float) -> None:
         """A burst of state was confirmed after this time, round trip excluded."""
@@ -229,7 +237,7 @@ class StateBudget:
     def _rate(self, kind: StateKind) -> tuple[float, str]:
         line = self._line.bytes_per_second
         trains = self._clock() - self._worked_at < IDLE_SECONDS
-        has_budget = trains and kind != "round"
+        has_budget = trains and kind != "round" and not self._is_lifted
         rate, reason = state_rate(line, self._recent.bytes_per_second, self._settings, has_budget=has_budget)
         if self._share < 1.0:
             floor = self._settings.floor_share * line
