@@ -34,6 +34,16 @@ def parse_byte_size(text: str) -> int | None:
     return size if size >= 1 else None
 
 
+def parse_byte_rate(text: str) -> float | None:
+    """Bytes per second in `2MB/s`, `500KiB/s` or `16Mbit/s`; None for anything else."""
+    bits = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMG]?)bit/s", text.strip(), re.ASCII | re.IGNORECASE)
+    if bits:
+        rate = float(bits[1]) * _SIZE_UNITS[bits[2].upper()] / 8
+        return rate if rate > 0 else None
+    size, slash, per = text.strip().rpartition("/")
+    return None if not slash or per != "s" else parse_byte_size(size)
+
+
 def flops(per_second: float) -> str:
     """95e9 as "95 GFLOP/s", 41.3e12 as "41.3 TFLOP/s"."""
     return f"{_two_digits(per_second / 1e9)} GFLOP/s" if per_second < 1e12 else f"{per_second / 1e12:.3g} TFLOP/s"

@@ -13,7 +13,7 @@ import ravnest
 from ravnest import JobError
 from ravnest.cli import main as cli
 from ravnest.cli import train
-from ravnest.cli.join import host_and_port, memory_bytes
+from ravnest.cli.join import byte_rate, host_and_port, memory_bytes
 from ravnest.jobfile import JobFileFailed
 
 HEAVY = ("torch", "numpy", "grpc", "google.protobuf", "rich", "tensorboard", "safetensors", "sklearn")
@@ -78,6 +78,10 @@ def test_python_dash_m_is_the_same_command_line() -> None:
         (["join", "ravnest://x", "--memory", "much"], "'much' is not a size: write it as 8GB"),
         (["join", "ravnest://x", "--listen", "7000"], "'7000' is not an address"),
         (["join", "ravnest://x", "--cache", "none"], "'none' is not a size"),
+        (["join", "ravnest://x", "--upload-limit", "2MB"], "'2MB' is not a rate: write it as 2MB/s"),
+        (["join", "ravnest://x", "--upload-limit", "0Mbit/s"], "'0Mbit/s' is not a rate"),
+        (["join", "ravnest://x", "--download-limit", "9KB/s"], "'9KB/s' is too little to take part with"),
+        (["join", "ravnest://x", "--monthly-cap", "200GB/s"], "'200GB/s' is not a size"),
         (["join", "ravnest://x", "--pretend-slower", "0.5"], "'0.5' is not a factor: give a number"),
         (["join", "ravnest://x", "--pretend-slower", "nan"], "'nan' is not a factor"),
         (["join", "ravnest://x", "--pretend-slower", "inf"], "'inf' is not a factor"),
@@ -210,3 +214,8 @@ def test_the_public_names_are_all_there() -> None:
         assert name in dir(ravnest)
     with pytest.raises(AttributeError, match="no attribute 'Jobb'"):
         ravnest.Jobb  # noqa: B018
+
+
+def test_a_rate_may_be_of_bytes_or_of_bits() -> None:
+    assert byte_rate("2MB/s") == byte_rate("16Mbit/s") == 2e6
+    assert byte_rate("500 KiB/s") == 512_000 and byte_rate("1gbit/s") == 125e6

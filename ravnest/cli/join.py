@@ -25,7 +25,32 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_network_arguments(parser)
     # `ravnest train` sets it for the providers that it starts: they end with it and print nothing.
     parser.add_argument("--embedded", action="store_true", help=argparse.SUPPRESS)
+    _add_traffic_arguments(parser)
     parser.set_defaults(run=run)
+
+
+def _add_traffic_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--upload-limit",
+        metavar="RATE",
+        type=byte_rate,
+        default=math.inf,
+        help="largest rate of everything that this machine sends, such as 2MB/s or 16Mbit/s (default: no limit)",
+    )
+    parser.add_argument(
+        "--download-limit",
+        metavar="RATE",
+        type=byte_rate,
+        default=math.inf,
+        help="largest rate of everything that it receives, such as 10MB/s (default: no limit)",
+    )
+    parser.add_argument(
+        "--monthly-cap",
+        metavar="SIZE",
+        type=memory_bytes,
+        default=math.inf,
+        help="data to send and receive in a calendar month, such as 200GB; then this machine leaves (default: no cap)",
+    )
 
 
 def _add_network_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
     # Claimed before the slow imports, so that providers that start at the same time see one another's claims.
     claim = CoreClaim.make(args.cores)
     from ravnest.engine.speed.pretended_pace import Pretence, StageSeconds
+    from ravnest.net.pacing.traffic_limit import UserLimits
     from ravnest.provider import agent
 
     seconds = None if args.pretend_seconds is None else StageSeconds(*args.pretend_seconds)
@@ -106,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
         pretence=Pretence(args.pretend_slower, seconds),
         claim=claim,
         embedded=args.embedded,
+        limits=UserLimits(args.upload_limit, args.download_limit, args.monthly_cap),
     )
 
 
@@ -115,6 +142,18 @@ def memory_bytes(text: str) -> int:
     if size is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: write it as 8GB, 512MB or 4GiB")
     return size
+
+
+def byte_rate(text: str) -> float:
+    """Bytes per second in `2MB/s` or `16Mbit/s`; raises ArgumentTypeError for anything else, and for too little."""
+    from ravnest.net.pacing.traffic_limit import MIN_RATE
+
+    rate = units.parse_byte_rate(text)
+    if rate is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate: write it as 2MB/s, 500KB/s or 16Mbit/s")
+    if rate < MIN_RATE:
+        raise argparse.ArgumentTypeError(f"{text!r} is too little to take part with: give at least 10KB/s")
+    return rate
 
 
 def cache_bytes(text: str) -> int:

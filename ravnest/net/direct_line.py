@@ -28,6 +28,7 @@ from ravnest.net.identity.identity import node_host
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.identity.tls import TlsKeys
 from ravnest.net.pacing.budget import PacedTransfer
+from ravnest.net.pacing.traffic_limit import TRAFFIC
 
 MAGIC: Final = b"RVD\x01"
 PIECE_BYTES: Final = 4 << 20
@@ -120,6 +121,7 @@ class DirectLine:
     def _send_paced(self, data: bytes | memoryview, transfer: PacedTransfer | None) -> None:
         if transfer is not None:
             transfer.wait_turn(len(data), lambda: self._closed)
+        TRAFFIC.sent.wait_turn(len(data), lambda: self._closed)
         self._socket.sendall(data)
 
     def _temporary(self, size: int) -> torch.Tensor:
@@ -135,6 +137,7 @@ class DirectLine:
                     if not received:
                         return False
                     memory = memory[received:]
+                    TRAFFIC.received.wait_turn(received, lambda: self._closed)
         except (OSError, ValueError):
             return False
         return True

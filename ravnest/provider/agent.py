@@ -12,6 +12,7 @@ One asyncio loop does the networking; one thread for each hosted stage owns torc
 
 import asyncio
 import contextlib
+import math
 import os
 import platform
 import select
@@ -31,6 +32,7 @@ from ravnest.net.identity.certificates import Certificate
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.identity.swarm_invite import SwarmInvite
 from ravnest.net.pacing.budget import StateBudget
+from ravnest.net.pacing.traffic_limit import NO_LIMITS, TRAFFIC, UserLimits
 from ravnest.net.rpc.first_contact import pin_authority
 from ravnest.net.v1.control_pb2 import JoinRequest, ProviderMessage
 from ravnest.net.version import PROTOCOL_VERSION
@@ -44,8 +46,9 @@ from ravnest.provider.machine.memory import available_bytes, lent_bytes, residen
 from ravnest.provider.machine.profile import MachineProfile, OfferedMachine
 from ravnest.provider.machine.torch_footprint import give_memory_back, leave_out_the_compiler
 from ravnest.provider.membership.departure import Departure, end_with_parent
-from ravnest.provider.membership.joining import join, kept_identity
+from ravnest.provider.membership.joining import data_folder, join, kept_identity
 from ravnest.provider.membership.link_measurements import CoordinatorLink, PeerMeasuring
+from ravnest.provider.membership.monthly_cap import MonthlyCap, MonthlyCount
 from ravnest.provider.membership.rejoin import SessionOverError, serve_sessions
 from ravnest.provider.membership.session import SwarmSession
 from ravnest.provider.presence import NetworkPresence, appear
@@ -75,11 +78,13 @@ def run(
     pretence: Pretence = NO_PRETENCE,
     claim: CoreClaim | None = None,
     embedded: bool = False,
+    limits: UserLimits = NO_LIMITS,
 ) -> int:
     """Provide until the run ends; returns the exit code. A RavnestError says why that is not possible.
 
     `cache_bytes` limits the disk space for downloaded stages; 0 disables the cache, None leaves room for other
-    programs. The provider computes as slowly as its `pretence` says, with the cores of its `claim`; None: with all.
+    programs. All traffic stays within the `limits`. The provider computes as slowly as its `pretence` says, with the
+    cores of its `claim`; None: with all.
     """
     leave_out_the_compiler()
     give_memory_back()
@@ -102,6 +107,7 @@ def run(
             cache_bytes=cache_bytes,
             listen=None if outbound_only else listen or ("127.0.0.1" if embedded else "0.0.0.0", 0),
             advertise=advertise,
+            limits=limits,
         )
         memory = lent_bytes(available_bytes(chosen), memory_bytes)
         return asyncio.run(_provide(options, OfferedMachine(chosen, memory, pretence, claim, embedded)))
@@ -128,6 +134,7 @@ class ProviderOptions:
     listen: tuple[str, int] | None
     """Host and port to listen at; None: outgoing connections only."""
     advertise: tuple[str, int] | None
+    limits: UserLimits = NO_LIMITS
 
 
 async def _provide(options: ProviderOptions, machine: OfferedMachine) -> int:
@@ -172,7 +179,13 @@ class Agent:
         self._profile = MachineProfile(machine, console.say)
         # The providers of an embedded swarm share no line: they are all on this machine.
         self._budget = StateBudget.unlimited() if machine.is_embedded else StateBudget()
-        self._coordinator_link = CoordinatorLink(console.say, self._budget)
+        TRAFFIC.limit(options.limits)
+        self._budget.limit(options.limits.upload_bytes_per_second)
+        self._cap: MonthlyCap | None = None
+        if options.limits.monthly_bytes < math.inf:
+            count = MonthlyCount(data_folder() / "ravnest")
+            self._cap = MonthlyCap(options.limits.monthly_bytes, count, TRAFFIC, self._budget)
+        self._coordinator_link = CoordinatorLink(console.say, self._budget, options.limits)
         self._transfers = OutgoingTransfers(self._budget)
         self._coordinator = ""
         """The process of the coordinator in the last session; a restarted coordinator is another one."""
@@ -180,6 +193,15 @@ class Agent:
 
     async def serve(self) -> int:
         """Join, and join again whenever a session ends without an order to stop. Returns the exit code."""
+        if self._cap is None:
+            return await self._serve_all()
+        await asyncio.to_thread(self._cap.check)
+        try:
+            return await self._serve_all()
+        finally:
+            await asyncio.to_thread(self._cap.update)
+
+    async def _serve_all(self) -> int:
         return await serve_sessions(self._serve_session, self._slot.on_session_end, self._departure, self._console.say)
 
     async def _serve_session(self) -> int:
@@ -240,7 +262,7 @@ class Agent:
     ) -> int:
         """Do everything that a session consists of, until the first part of it ends."""
         say, slot, embedded = self._console.say, self._slot, self._machine.is_embedded
-        measuring = PeerMeasuring(self._presence.node, session.control, self._budget)
+        measuring = PeerMeasuring(self._presence.node, session.control, self._budget, self._options.limits)
         # Heartbeats also while there is no stage: the coordinator has to know which standbys are present.
         session.control.link.beat_seconds = heartbeat_seconds
         deployer = StageDeployer(session, self._host(), slot, parts, artifacts, self._console)
@@ -253,8 +275,10 @@ class Agent:
                     commands.take_feed(),
                     report_stage(slot, session.control, heartbeat_seconds, say),
                     self._departure.wait(),
-                    self._departure.hand_over(session, self._transfers.moved_within),
+                    self._departure.hand_over(session, self._transfers.moved_within, self._budget.lift),
                 ]
+                if self._cap is not None:
+                    work.append(self._cap.watch(self._departure.ask, say))
                 if slot.is_left_over:
                     background.spawn(slot.expire_left_over())
                 if not embedded:

@@ -24,6 +24,8 @@ class ProviderHealth:
     """The task that dials the provider's address to find that out."""
     counts: tuple[int, ...] = ()
     """Forwards, backwards and updates of the last report."""
+    counted_at: float = 0.0
+    """When these last grew, on the clock `time.monotonic`."""
     report: Report | None = None
     claim: str = ""
     """The upload of its state that the provider reports, and how much of it has arrived; empty without one."""

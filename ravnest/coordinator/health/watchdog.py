@@ -24,6 +24,7 @@ from ravnest.coordinator.health.lease import (
     judge,
     late_by,
 )
+from ravnest.coordinator.health.other_work import is_other_work
 from ravnest.coordinator.health.provider_health import ProviderHealth
 from ravnest.coordinator.health.stalls import (
     DEFAULT_TIMEOUTS,
@@ -83,7 +84,8 @@ class Watchdog:
     - A suspicion is one event `suspected`, and the end of it is one event `reconnected`.
     - A lost provider is handed to `on_lost`, and its session ends: whatever it still sends is refused, and the provider
       joins again once it learns of that.
-    - Bytes of an upload are signs of life, and a stage whose upload makes progress is busy.
+    - Bytes of an upload are signs of life, and a stage whose upload makes progress is busy. So is one that loads or
+      swaps, for a while (other_work.py).
     - When no provider at all is heard, or the watchdog itself was stopped, none is lost: all of them get time to
       reconnect.
     """
@@ -136,10 +138,13 @@ class Watchdog:
         health = self._health(node_id)
         if health is None:
             return
+        faults = health.report.page_faults if health.report is not None else report.page_faults
         health.report = report
-        counts = (report.forwards, report.backwards, report.updates)
+        counts, now = (report.forwards, report.backwards, report.updates), time.monotonic()
         if counts != health.counts:
-            health.counts, health.moved_at = counts, time.monotonic()
+            health.counts, health.moved_at, health.counted_at = counts, now, now
+        elif is_other_work(faults, report.page_faults, now - health.counted_at)[0]:
+            health.moved_at = now
 
     def give_up(self, node_id: str, reason: str) -> None:
         """Drops a provider that is heard and works, because the others are better off without it."""

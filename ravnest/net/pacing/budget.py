@@ -36,6 +36,7 @@ IDLE_SECONDS: Final = 10.0
 """Without a frame of a stage for this time, the machine does not train at present."""
 _LOOK_SECONDS: Final = 1.0
 """A waiting transfer looks again after this time: the foreground's average fades meanwhile."""
+_MIN_DELIVERY_SECONDS: Final = 1e-3
 _SOON_SECONDS: Final = 1e-4
 """A shorter wait is none: timers are no finer."""
 _LONGEST_BACKLOG_SECONDS: Final = 0.5
@@ -66,6 +67,7 @@ class StateBudget:
         self._credited_at = self._free_at = self._floor_at = clock()
         self._share = 1.0
         self._worked_at = -math.inf
+        self._is_lifted = False
         self.control = ControlTraffic(self)
         """Counts control messages: they are foreground, and are sent whether the machine trains or not."""
 
@@ -127,6 +129,13 @@ class StateBudget:
         with self._lock:
             self._share = min(1.0, max(0.0, share))
 
+    def lift(self) -> None:
+        """Let state take all that the foreground leaves from now on: this machine leaves, and hands its state over."""
+        with self._lock:
+            self._is_lifted = True
+            first = self._first()
+        _wake(first)
+
     def observed(self, size_bytes: int, busy_seconds: float) -> None:
         """A burst of state was confirmed after this time, round trip excluded."""
         with self._lock:
@@ -147,6 +156,11 @@ class StateBudget:
             self._free_at = min(max(now, self._free_at) + size_bytes / line, now + _LONGEST_BACKLOG_SECONDS)
             first = self._first() if self._queued_bytes <= 0 else None
         _wake(first)
+
+    def delivered(self, size_bytes: int, seconds: float) -> None:
+        """A large frame of the foreground was confirmed after this time: the line is at least so fast."""
+        with self._lock:
+            self._line.proved(size_bytes / max(seconds, _MIN_DELIVERY_SECONDS))
 
     def dropped(self, size_bytes: int) -> None:
         """A connection broke before it took these bytes of the foreground."""
@@ -223,7 +237,7 @@ class StateBudget:
     def _rate(self, kind: StateKind) -> tuple[float, str]:
         line = self._line.bytes_per_second
         trains = self._clock() - self._worked_at < IDLE_SECONDS
-        has_budget = trains and kind != "round"
+        has_budget = trains and kind != "round" and not self._is_lifted
         rate, reason = state_rate(line, self._recent.bytes_per_second, self._settings, has_budget=has_budget)
         if self._share < 1.0:
             floor = self._settings.floor_share * line
@@ -350,6 +364,9 @@ class ControlTraffic:
 
     def written(self, size_bytes: int) -> None:
         self._budget.written(size_bytes, is_work=False)
+
+    def delivered(self, size_bytes: int, seconds: float) -> None:
+        self._budget.delivered(size_bytes, seconds)
 
     def dropped(self, size_bytes: int) -> None:
         self._budget.dropped(size_bytes)

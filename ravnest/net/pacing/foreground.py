@@ -17,6 +17,9 @@ class Foreground(Protocol):
     def written(self, size_bytes: int) -> None:
         """The connection has taken these bytes."""
 
+    def delivered(self, size_bytes: int, seconds: float) -> None:
+        """A large frame was confirmed after this time: the line is at least so fast."""
+
     def dropped(self, size_bytes: int) -> None:
         """The connection broke before it took these bytes."""
 

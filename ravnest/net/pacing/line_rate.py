@@ -18,13 +18,14 @@ class UplinkRate:
     def __init__(self) -> None:
         self._measured = 0.0
         self._limit = math.inf
+        self._proved = 0.0
         self._observed: deque[float] = deque(maxlen=_RECENT)
 
     @property
     def bytes_per_second(self) -> float:
         """The rate to go by."""
         learned = statistics.median(self._observed) if self._observed else FIRST_RATE
-        return min(self._measured or learned, self._limit)
+        return min(max(self._measured or learned, self._proved), self._limit)
 
     @property
     def is_measured(self) -> bool:
@@ -35,6 +36,8 @@ class UplinkRate:
         """How the rate is known, in words."""
         if self.bytes_per_second >= self._limit:
             return "the user's limit"
+        if self._proved > self._measured > 0:
+            return "seen on its links, more than was measured"
         if self._measured:
             return "measured"
         return "learned from transfers, not measured" if self._observed else "assumed, not measured"
@@ -43,6 +46,12 @@ class UplinkRate:
         """A connection was measured. The fastest one counts: a slower one shows the other end's line."""
         if math.isfinite(bytes_per_second):
             self._measured = max(self._measured, bytes_per_second)
+
+    def proved(self, bytes_per_second: float) -> None:
+        """A frame was delivered at this rate: the line is no slower, though something else may have used it while it
+        was measured."""
+        if math.isfinite(bytes_per_second):
+            self._proved = max(self._proved, bytes_per_second)
 
     def limit(self, bytes_per_second: float) -> None:
         """The user allows no more than this."""

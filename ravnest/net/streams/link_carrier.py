@@ -22,6 +22,9 @@ ACK_BYTES: Final = 4 << 20
 ACK_SECONDS: Final = 0.05
 """Received frames are confirmed after this number of frames, bytes or seconds, whichever comes first."""
 
+_TIMED_BYTES: Final = 64 << 10
+"""Frames of this size show how fast the line is: for smaller ones the confirmation takes longer than the frame."""
+
 RESUME_SECONDS: Final = 30.0
 """Timeout of the other end's count. It is longer than the way to a relay may take."""
 
@@ -49,6 +52,8 @@ class LinkCarrier:
         """Memory of the frames that arrived since then."""
         self._handed_bytes = 0
         self._written_bytes = 0
+        self._timed: deque[tuple[int, int, float]] = deque()
+        """Large frames that are not confirmed: number, size, and when they were handed to the connection."""
         self._being_written: deque[tuple[int, int]] = deque()
         """For each frame on its way, the byte of the connection at which it ends, and its number."""
         if on_written is not None or foreground is not None:
@@ -142,6 +147,8 @@ class LinkCarrier:
             self._being_written.append((self._handed_bytes, number))
         if self._foreground is not None:
             self._foreground.queued(len(data))
+            if number is not None and len(data) >= _TIMED_BYTES:
+                self._timed.append((number, len(data), time.monotonic()))
         await self.connection.send_encoded(data)
 
     def _written(self, sent_bytes: int) -> None:
@@ -190,6 +197,10 @@ class LinkCarrier:
         if not confirmed <= count <= max_count:
             raise self._broken_rule(f"confirms {count} frames, {confirmed} to {max_count} are possible")
         self._state.sent.confirm(count)
+        while self._timed and self._timed[0][0] < count:
+            _, size_bytes, sent_at = self._timed.popleft()
+            if self._foreground is not None:
+                self._foreground.delivered(size_bytes, time.monotonic() - sent_at)
         self._state.notify()
 
     def _check_empty(self, frame: Frame) -> None:

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable
 
 from ravnest.errors import PeerError
+from ravnest.net.pacing.traffic_limit import TRAFFIC
 from ravnest.net.streams.queues import IncomingQueue, OutgoingQueue
 from ravnest.net.streams.wire import Wire
 
@@ -98,10 +99,12 @@ class ByteStream:
                 message = await self._wire.read()
                 if message is None:
                     break
-                self.bytes_received += len(message)
+                size_bytes = len(message)
+                self.bytes_received += size_bytes
                 self._incoming.put(message)
                 # The next message may take long to arrive.
                 del message
+                await TRAFFIC.received.turn(size_bytes)
             self._incoming.end()
             if self._wire.dialled:
                 self._outgoing.stop(PeerError(f"{self.peer} has ended the stream"))
@@ -121,6 +124,7 @@ class ByteStream:
                         return
                     await self._outgoing.wait()
                 message = self._outgoing.take(self._batch)
+                await TRAFFIC.sent.turn(len(message))
                 await self._wire.write(message)
                 self.bytes_sent += len(message)
                 del message

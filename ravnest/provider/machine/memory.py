@@ -26,6 +26,15 @@ def peak_bytes(device: torch.device) -> int:
     return resident_bytes()
 
 
+def page_faults() -> int:
+    """Major page faults of the process so far: memory that had to be read from the disk. 0 where that is not known."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
 def available_bytes(device: torch.device) -> int:
     """Free memory of the device for a stage."""
     if device.type == "cuda":

@@ -61,12 +61,18 @@ class Departure:
             return True
         return False
 
-    async def hand_over(self, session: SwarmSession, moved_within: Callable[[float], bool]) -> None:
+    async def hand_over(
+        self,
+        session: SwarmSession,
+        moved_within: Callable[[float], bool],
+        on_begin: Callable[[], None] = lambda: None,
+    ) -> None:
         """Once asked, let another provider take the stage, and leave when that is done or takes too long.
 
-        `moved_within` tells whether some state was sent within this time. Never returns.
+        `moved_within` tells whether some state was sent within this time; `on_begin` is called first. Never returns.
         """
         await self._is_asked.wait()
+        on_begin()
         self._say("handing the stage over to another provider; press Ctrl-C again to leave at once")
         await session.control.send(ProviderMessage(leave=Leave(reason=self.reason)))
         await asyncio.sleep(HAND_OVER_SECONDS)

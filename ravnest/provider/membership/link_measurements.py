@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from ravnest import units
 from ravnest.background import cancel_and_wait
 from ravnest.errors import PeerError
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.pacing.budget import StateBudget
+from ravnest.net.pacing.traffic_limit import NO_LIMITS, UserLimits
 from ravnest.net.probe.measuring import PEER_SECONDS, LinkSpeed
 from ravnest.net.rpc.client import CoordinatorClient, measure_peer
 from ravnest.net.streams.control_channel import ControlLink
@@ -22,8 +23,12 @@ _MAX_WAITING = 1000
 class CoordinatorLink:
     """The connection to the coordinator, as measured in the first session. Later sessions report the same figures."""
 
-    def __init__(self, say: Callable[[str], None], budget: StateBudget | None = None) -> None:
-        """`say` prints lines for the user. The `budget` learns the rate of the uplink."""
+    def __init__(
+        self, say: Callable[[str], None], budget: StateBudget | None = None, limits: UserLimits = NO_LIMITS
+    ) -> None:
+        """`say` prints lines for the user. The `budget` learns the rate of the uplink. Reports and plans keep to the
+        user's `limits`."""
+        self._limits = limits
         self._budget = budget
         self._say = say
         self._known: LinkSpeed | None = None
@@ -33,7 +38,7 @@ class CoordinatorLink:
         failed measurement is reported, and retried in the next session."""
         known = self._known
         try:
-            speed = known or await client.measure()
+            speed = known or within(await client.measure(), self._limits)
         except PeerError as error:
             await control.send(ProviderMessage(measured=Measured(error=str(error))))
             return
@@ -47,12 +52,28 @@ class CoordinatorLink:
             self._say(f"connection to the coordinator: {trip}, {down} Mbit/s down, {up} Mbit/s up")
 
 
+def within(speed: LinkSpeed, limits: UserLimits) -> LinkSpeed:
+    """The speed of a connection as far as the user's limits allow it to be used."""
+    return replace(
+        speed,
+        up_bytes_per_second=min(speed.up_bytes_per_second, limits.upload_bytes_per_second),
+        down_bytes_per_second=min(speed.down_bytes_per_second, limits.download_bytes_per_second),
+    )
+
+
 class PeerMeasuring:
     """Measures connections to other providers, one after the other, in the background."""
 
-    def __init__(self, node: NodeIdentity, control: ControlStream, budget: StateBudget | None = None) -> None:
-        """The `budget` learns the rate of the uplink."""
+    def __init__(
+        self,
+        node: NodeIdentity,
+        control: ControlStream,
+        budget: StateBudget | None = None,
+        limits: UserLimits = NO_LIMITS,
+    ) -> None:
+        """`budget` and `limits` as in CoordinatorLink."""
         self._node = node
+        self._limits = limits
         self._budget = budget
         self._control = control
         self._orders: asyncio.Queue[MeasurePeer] = asyncio.Queue(_MAX_WAITING)
@@ -78,7 +99,7 @@ class PeerMeasuring:
     async def _measure(self, order: MeasurePeer) -> PeerMeasured:
         try:
             async with asyncio.timeout(PEER_SECONDS):
-                speed = await measure_peer(order.address, order.node, self._node)
+                speed = within(await measure_peer(order.address, order.node, self._node), self._limits)
         except TimeoutError:
             error = f"{order.node} at {order.address} did not answer within {PEER_SECONDS:g} seconds"
             return PeerMeasured(node=order.node, error=error)

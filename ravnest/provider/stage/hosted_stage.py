@@ -38,7 +38,7 @@ from ravnest.net.v1.control_pb2 import (
     UpdateRecord,
 )
 from ravnest.provider.links.stage_link import StageLink, link_of
-from ravnest.provider.machine.memory import peak_bytes
+from ravnest.provider.machine.memory import page_faults, peak_bytes
 from ravnest.provider.replicas.format import Keep
 from ravnest.provider.rings.lines import RingLines
 from ravnest.provider.rings.rings import Rings
@@ -236,6 +236,7 @@ class HostedStage:
         report = worker_report(self.name, generation.worker)
         report.seconds = time.perf_counter() - self._started
         report.peak_memory_bytes = peak_bytes(self.stage.device)
+        report.page_faults = page_faults()
         report.baseline_memory_bytes = self._host.baseline_bytes
         report.bytes_sent = self._past_bytes_sent + generation.bytes_sent
         report.bytes_received = self._past_bytes_received + generation.bytes_received

@@ -2,12 +2,16 @@
 
 import asyncio
 
+import pytest
+
 from ravnest.coordinator.checkpoints.saver import Awaited
-from ravnest.coordinator.health.checkpoint_watch import CheckpointWatch, judge_part
+from ravnest.coordinator.health.checkpoint_watch import SAVING_SECONDS, CheckpointWatch, judge_part
 from ravnest.coordinator.health.lease import Replacement
 from ravnest.coordinator.health.stalls import DEFAULT_TIMEOUTS
 from ravnest.coordinator.swarm.members import LentMachine, Member, Members
 from ravnest.coordinator.swarm.uploads import UploadProgress
+from ravnest.net.pacing.state_rate import DEFAULT_SETTINGS, piece_bytes
+from ravnest.net.probe.measuring import LinkSpeed
 
 HOME = 10e6 / 8
 STATE = 63_000_000
@@ -80,8 +84,12 @@ class Watched:
         self.awaited = self.awaited._replace(nodes=tuple(node for node in self.awaited.nodes if node != node_id))
 
 
-async def _made() -> Watched:
-    return Watched()
+async def _made(line: float = 0.0) -> Watched:
+    made = Watched()
+    if line:
+        for name in ("anna", "ben"):
+            made.members[name].link.speed = LinkSpeed(0.03, line, line)
+    return made
 
 
 def test_the_one_of_whom_nothing_comes_is_given_up_and_the_one_that_sends_is_not() -> None:
@@ -111,5 +119,27 @@ def test_a_coordinator_that_was_stopped_itself_gives_nobody_up_for_that() -> Non
         assert made.lost == []
         made.wait(3)
         assert [node for node, _ in made.lost] == ["anna", "ben"], "nothing comes after that either"
+
+    asyncio.run(test())
+
+
+def test_a_stage_that_writes_its_state_to_a_slow_disk_is_believed_for_some_minutes() -> None:
+    assert not judge_part(None, 60.0, HOME, "standby", is_saving=True)[0]
+    assert judge_part(None, SAVING_SECONDS, HOME, "standby", is_saving=True)[0], "a claim does not last"
+
+
+@pytest.mark.parametrize("line", [1e6 / 8, HOME])
+def test_a_part_on_a_line_that_is_full_of_activations_costs_nobody_its_place(line: float) -> None:
+    async def test() -> None:
+        made = await _made(line)
+        share, piece = DEFAULT_SETTINGS.transfer_share * line, piece_bytes(line)
+        with made.members["anna"].uploads.track("checkpoint-7") as upload:
+            upload.began_at = upload.moved_at = made.now
+            for second in range(3600):
+                if int(share * second) - upload.done_bytes >= piece:
+                    upload.done_bytes += piece
+                    upload.moved_at = made.now
+                made.wait(1)
+        assert [node for node, _ in made.lost] == ["ben"], "it only claims to upload"
 
     asyncio.run(test())

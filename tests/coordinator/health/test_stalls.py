@@ -120,3 +120,12 @@ def test_a_long_pause_is_forgotten_in_time() -> None:
     for _ in range(100):
         longest = longest_after(longest, 0.5)
     assert longest < 1.0
+
+
+def test_a_frame_that_a_slow_line_carries_for_a_minute_is_no_fault_and_one_that_never_arrives_is() -> None:
+    """8 MB of activations take 64 s at 1 Mbit/s."""
+    frame = LinkView("b", True, 1, 8e6 / (1e6 / 8))
+    for still, is_over in ((70.0, False), (120.0, False), (200.0, True)):
+        stages = [StageView("a", still, links=(frame,)), StageView("b", still)]
+        stall = judge_stall(stages, 5.0, always("reform"))
+        assert (stall is not None and stall.is_over) == is_over, still

@@ -138,6 +138,17 @@ def test_state_of_a_machine_that_does_not_train_takes_the_line_and_control_messa
     assert line.budget.rate("checkpoint")[0] > 0.85 * HOME
 
 
+def test_a_machine_that_leaves_hands_its_state_over_at_once_and_yields_all_the_same() -> None:
+    line = Line()
+    line.budget.queued(1)
+    line.budget.written(1)
+    line.budget.lift()
+    assert line.send(60.0, "replica")["replica"] / 60.0 > 0.8 * HOME
+    line.send(20.0, "replica", each=0.2, size=int(0.2 * HOME))
+    sent = line.send(60.0, "replica", each=0.2, size=int(0.2 * HOME))["replica"]
+    assert sent / 60.0 == pytest.approx(0.03 * HOME, rel=0.2)
+
+
 def test_a_month_that_runs_out_reduces_state() -> None:
     line = Line()
     line.budget.reduce(0.2)

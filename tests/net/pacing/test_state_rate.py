@@ -44,5 +44,9 @@ def test_a_line_is_what_was_measured_or_else_what_transfers_show() -> None:
     line.measured(HOME)  # towards a machine with a slower line
     line.observed(1000, 1.0)
     assert line.bytes_per_second == 2 * HOME and line.reason == "measured"
+    line.proved(HOME)
+    assert line.reason == "measured"
+    line.proved(3 * HOME)  # something else used the line while it was measured
+    assert line.bytes_per_second == 3 * HOME and "seen on its links" in line.reason
     line.limit(HOME / 2)
     assert line.bytes_per_second == HOME / 2 and line.reason == "the user's limit"
