@@ -20,7 +20,7 @@ from ravnest.provider.rings.receiver import PieceReceiver
 DIAL_SECONDS: Final = 2.0
 
 WaitTurn = Callable[[int], None]
-"""Blocks until so many bytes of state may be sent: see `PieceSender`."""
+"""Blocks until this many bytes of state may be sent: see `PieceSender`."""
 
 SendFrame = Callable[[Frame], Coroutine[Any, Any, None]]
 """Sends a frame over the link, on the network's loop."""
