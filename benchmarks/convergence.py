@@ -17,7 +17,8 @@ short run that is limited by the number of updates therefore ends with a higher 
 
 The target is at most 0.01 for the smaller of the two, with the default settings; the table has the other settings for
 comparison. A second target is at most 0.01 for the mean difference, over seeds and cluster counts, between int8 and
-float32 in blocking rounds: in the background a slower codec would also mean fewer rounds.
+float32 in blocking rounds: in the background a slower codec would also mean fewer rounds. The codecs that a ring gets
+by itself are also compared in one process (benchmarks/coded_rounds.py), where nothing depends on time.
 """
 
 import math
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Final
 
 import ravnest
+from benchmarks.coded_rounds import coded_rounds
 from benchmarks.learning import TASKS, Task
 from benchmarks.report import Row, Target, arguments, finish, say
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
@@ -120,7 +122,8 @@ def main() -> int:
                     outcomes[setting].append(_train(swarm, task, setting, seed, epochs, run))
             rows += _rows(task, outcomes)
             targets += _targets(task, outcomes)
-    return finish("convergence", given, rows, targets)
+    coded, aims = coded_rounds(tasks, seeds, (2,) if given.quick else (2, 4), given.quick)
+    return finish("convergence", given, [*rows, *coded], [*targets, *aims])
 
 
 def _several(clusters: int) -> list[Setting]:

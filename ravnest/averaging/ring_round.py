@@ -30,7 +30,7 @@ class RoundSettings:
     """See `guards.clip_outliers`."""
     max_attempts: int = 5
     patience: Patience | None = None
-    """What leaving an owner out costs; None: the round waits for all of them, until its deadlines."""
+    """The costs of leaving an owner out; None: the round waits for all of them, until its deadlines."""
     usual_reduce_seconds: float = 0.0
     """The usual time of a reduce."""
 
@@ -54,7 +54,7 @@ class RingRound:
         pieces_of: Callable[[int], int] = lambda members: 0,
     ) -> None:
         """`owners`: see `Participants`. Times may be those of any clock that does not go back. `pieces_of`: the number
-        of pieces that each of so many members receives in a reduce; 0: not known."""
+        of pieces that each member receives in a reduce with this many members; 0: not known."""
         self.outcome: Literal["committed", "aborted"] | None = None
         self.deadline: float | None = now + settings.join_seconds
         """When to call `tick` next; None when the round is over."""

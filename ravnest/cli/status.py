@@ -118,10 +118,11 @@ def print_state(
     if summary is not None:
         for name, value in final_facts(summary):
             console.print(Text.assemble((f"{name:<14}", "dim"), printable(value)), soft_wrap=True)
-        round_ = next((event for event in reversed(events) if event.get("kind") in ("round", "round_skipped")), None)
-        if round_ is not None:
-            told = printable(str(round_.get("reason", "")))
-            console.print(Text.assemble((f"{'last round':<14}", "dim"), told), soft_wrap=True)
+        for name, kinds in (("rounds", ("rings", "rounds_corrected")), ("last round", ("round", "round_skipped"))):
+            event = next((event for event in reversed(events) if event.get("kind") in kinds), None)
+            if event is not None:
+                told = printable(str(event.get("reason", "")))
+                console.print(Text.assemble((f"{name:<14}", "dim"), told), soft_wrap=True)
         for flying in _flights(summary):
             console.print(Text.assemble((f"{'in flight':<14}", "dim"), printable(flying)), soft_wrap=True)
         if summary.state.told:

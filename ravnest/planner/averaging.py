@@ -17,8 +17,8 @@ EAGER_UPDATES: Final = 40
 """Updates of each cluster between two rounds up to which a longer interval is better than a codec that loses more."""
 
 ROUND_SHARE: Final = 2
-"""Minimum interval between rounds, in durations of a round, so that a round averages at least as much as is learned
-while it runs."""
+"""Minimum interval between rounds, after the clusters have joined, in durations of a reduce: lines and machines rest in
+between."""
 
 BLOCKING_SHARE: Final = 4
 """The same where training waits for rounds."""
@@ -32,7 +32,7 @@ class Interval:
     """The time between two rounds."""
 
     samples: int
-    """Of all clusters."""
+    """The samples of all clusters together."""
     seconds: float
     reason: str
 
@@ -45,18 +45,17 @@ class RoundBasis:
     rates: tuple[float, ...]
     """Samples per second of each cluster."""
     samples: int
-    """Of a microbatch."""
+    """The samples of a microbatch."""
     accumulate: int
     """Microbatches of an update."""
     fragments: int
     time: RoundTime
     """Predicted, for the fragment that takes longest."""
 
-    def interval(self, round_seconds: float | None = None) -> Interval:
-        """The interval if a round takes this long; None: as long as predicted."""
-        seconds = self.time.seconds if round_seconds is None else round_seconds
+    def interval(self, measured: tuple[float, float] | None = None) -> Interval:
+        """The interval if joining and the rest of a round take these seconds; None: as long as predicted."""
         return average_every(
-            self.settings, self.rates, self.samples, self.accumulate, self.time, self.fragments, seconds
+            self.settings, self.rates, self.samples, self.accumulate, self.time, self.fragments, measured
         )
 
 
@@ -72,17 +71,19 @@ def average_every(
     accumulate: int,
     time: RoundTime,
     fragments: int,
-    round_seconds: float | None = None,
+    measured: tuple[float, float] | None = None,
 ) -> Interval:
     """Number of samples of all clusters between two rounds, and why.
 
     `rates` are the clusters' samples per second, `samples` those of a microbatch, and `accumulate` microbatches make an
     update. A setting of the job decides. Otherwise every cluster makes MIN_UPDATES updates before everything has been
     averaged once, in `fragments` rounds; state keeps to its budget of every line; rounds take MAX_SLOWDOWN of any
-    machine's time at most; and a round is over well before the next. `round_seconds`: the measured time of a round.
+    machine's time at most; and a round is over well before the next. `measured`: the seconds until all clusters have
+    joined a round, and those of its rest.
     """
     together = sum(rates)
-    seconds = time.seconds if round_seconds is None else round_seconds
+    joining, reducing = measured or (time.joining_seconds, time.reducing_seconds)
+    seconds = joining + reducing
     takes = f"a round takes {duration(seconds)}"
     if settings.every is not None:
         between = settings.every / together
@@ -96,7 +97,7 @@ def average_every(
         ),
         f"so that state takes at most {STATE_BUDGET:.0%} of a line": together * time.budget_seconds,
         f"so that rounds slow training by at most {MAX_SLOWDOWN:.0%}": together * time.coding_seconds / MAX_SLOWDOWN,
-        f"{share} times as long as one takes": together * share * seconds,
+        "so that one is over well before the next": together * (joining + share * reducing),
     }
     why = max(wanted, key=lambda name: wanted[name])
     every = max(1, math.ceil(wanted[why]))

@@ -175,7 +175,7 @@ class Plan:
     average_reason: str = ""
     """Why rounds are this far apart, and how they travel."""
     round_basis: RoundBasis | None = None
-    """What the distance between rounds follows from; None where there is one cluster."""
+    """Basis of the distance between rounds; None where there is one cluster."""
     versions_reason: str = ""
     """Why weights and activations are kept as they are."""
     slowed: float = 1.0

@@ -197,10 +197,7 @@ def _below(dry: DryRun) -> Iterator[str]:
     plan = dry.plan
     yield ""
     if len(plan.clusters) > 1:
-        yield (
-            f"averaging: {_brief(plan.averaging_seconds)} a round, after every {dry.goal.average_every} "
-            f"microbatches of each cluster, in {units.counted(len(dry.rings), 'ring')}"
-        )
+        yield f"averaging: in {units.counted(len(dry.rings), 'ring')}; {plan.average_reason}"
         yield from _rings(dry)
     yield from _coded_links(dry)
     if plan.limit and dry.explanation is None:
@@ -242,10 +239,6 @@ def _coded_links(dry: DryRun) -> Iterator[str]:
     yield from coded[:SHOWN_LINKS]
     if len(coded) > SHOWN_LINKS:
         yield f"… and {units.counted(len(coded) - SHOWN_LINKS, 'link')} more with a codec; --json shows all"
-
-
-def _brief(seconds: float) -> str:
-    return units.duration(seconds) if seconds >= 1 else f"{milliseconds(seconds)} ms"
 
 
 def _names(names: Sequence[str]) -> str:

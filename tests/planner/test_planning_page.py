@@ -387,7 +387,7 @@ NUMBERS = [
     ("every cluster has made {} updates", MIN_UPDATES),
     ("Less than {} of a machine", MIN_EXPECTED_ABSENT),
     ("starts with a credit of {:.0f} hours", PRIOR_SECONDS / 3600),
-    ("at least {} times as long as a round", ROUND_SHARE),
+    ("at least {} times as long as a reduce", ROUND_SHARE),
     ("({} times with `averaging.blocking`", BLOCKING_SHARE),
     ("until every cluster has made {} updates", EAGER_UPDATES),
     ("at most {:.0f} % of any line", 100 * STATE_BUDGET),

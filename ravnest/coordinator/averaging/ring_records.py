@@ -32,7 +32,7 @@ class RingRecord:
         return RingHistory(self.committed, self.counted, self.outlying, self.typical)
 
     def pieces_of(self, members: int) -> int:
-        """The number of pieces that each of so many members receives in a reduce, about; moments do not count."""
+        """The approximate number of pieces that each of this many members receives; moments do not count."""
         tensors, most = self.plan.tensors, self.plan.piece_values
         coded = sum(math.prod(spec.shape) for spec in tensors.parameters)
         return pieces_received(tensors.values, coded, members, *([most] if most else []))

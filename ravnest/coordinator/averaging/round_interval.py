@@ -28,20 +28,22 @@ class RoundInterval:
         self._basis = basis
         self._emit = emit
         self._told_seconds = basis.time.seconds
-        self._measured: deque[float] = deque(maxlen=_REMEMBERED)
+        self._measured: deque[MeasuredRound] = deque(maxlen=_REMEMBERED)
 
     @property
     def patience(self) -> Patience:
-        """What leaving an owner out of a round costs."""
+        """The costs of leaving an owner out of a round."""
         return Patience(self.now.seconds, self._basis.time.catch_up_seconds)
 
     def learn(self, measured: MeasuredRound) -> None:
         """Correct the interval by another round."""
-        self._measured.append(measured.seconds)
+        self._measured.append(measured)
         if len(self._measured) < FIRST_ROUNDS:
             return
-        usual, before = statistics.median(self._measured), self._told_seconds
-        self.now = self._basis.interval(usual)
+        joining = statistics.median(each.joining_seconds for each in self._measured)
+        rest = statistics.median(each.seconds - each.joining_seconds for each in self._measured)
+        self.now = self._basis.interval((joining, rest))
+        usual, before = joining + rest, self._told_seconds
         if abs(usual - before) > TOLERANCE * max(before, 1.0):
             self._told_seconds = usual
             reason = f"rounds take {duration(usual)} instead of {duration(before)}: {self.now.reason}"

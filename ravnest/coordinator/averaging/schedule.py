@@ -44,6 +44,8 @@ class AveragingSchedule:
         self._interval = interval
         self._blocking = blocking
         self._is_closed = False
+        self._wanted = ""
+        """Why a round is to begin before it is due; empty if none is."""
         self._announced_at = dispatcher.fed_samples
         """Samples that had been fed when the last round was announced."""
         self._averaged_at = 0
@@ -64,9 +66,9 @@ class AveragingSchedule:
             return
         since = dispatcher.fed_samples - self._announced_at
         checkpoint = None if dispatcher.replaying else self._checkpointer.due(dispatcher.fed_place)
-        if since < self._interval.now.samples and checkpoint is None:
+        if since < self._interval.now.samples and checkpoint is None and not self._wanted:
             return
-        reason = checkpoint or f"{since} samples since the last one"
+        reason = checkpoint or self._wanted or f"{since} samples since the last one"
         if self._blocking:
             await self.now(reason)
             if checkpoint is not None:
@@ -76,11 +78,26 @@ class AveragingSchedule:
             return
         all_rings = checkpoint is not None or rounds.fragments == 1
         # A checkpoint needs a round that counts for all owners.
-        patience = self._interval.patience if checkpoint is None else None
+        all_rings = all_rings or bool(self._wanted)
+        patience = self._interval.patience if checkpoint is None and not self._wanted else None
         self._begin(0 if all_rings else rounds.begun % rounds.fragments + 1, reason, patience)
         if checkpoint is not None:
             self._checkpointer.is_expected = True
             self._context.spawn(self._save(dispatcher.fed_place, checkpoint))
+
+    async def soon(self, reason: str) -> None:
+        """Average all rings in the background with the next microbatch. Returns when that round is over, or when no
+        round can begin any more."""
+        begun, rounds, clusters = self.rounds.begun, self.rounds, self._dispatcher.clusters
+        self._wanted = reason
+
+        def is_over() -> bool:
+            return self._is_closed or len(clusters.whole) < 2 or (rounds.begun > begun and not rounds.under_way)
+
+        try:
+            await self._context.until(is_over)
+        finally:
+            self._wanted = ""
 
     async def now(self, reason: str) -> None:
         """Average everything learned so far in all rings, with nothing in flight. All clusters have the same model
@@ -113,7 +130,7 @@ class AveragingSchedule:
     def _begin(self, fragment: int, reason: str, patience: Patience | None = None, is_urgent: bool = False) -> None:
         # A cluster that is being deployed or rebuilt has nothing to contribute.
         clusters = [cluster for cluster in self._dispatcher.clusters.whole if not cluster.is_forming]
-        self._announced_at = self._dispatcher.fed_samples
+        self._announced_at, self._wanted = self._dispatcher.fed_samples, ""
         owners = {node: cluster.fed_samples for cluster in clusters for node in cluster.nodes}
         number = self.rounds.announce(fragment, owners, reason, patience, is_urgent)
         for cluster in clusters:

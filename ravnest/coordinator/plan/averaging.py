@@ -14,7 +14,7 @@ from ravnest.planner.link_codecs import share_of
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.problem import Goal, Network, Provider
 from ravnest.planner.proposal import Proposal, proposal_of
-from ravnest.planner.rings.line_shares import WHOLE_LINES, shares_beside_training
+from ravnest.planner.rings.line_shares import WHOLE_LINES, shares_next_to_training
 from ravnest.planner.rings.ring_codecs import (
     ASSUMED,
     AUTO,
@@ -137,7 +137,7 @@ def _round_time(
     providers: Mapping[str, Provider],
 ) -> RoundTime:
     # Training stands still for a round that blocks, which then has the lines to itself.
-    shares = WHOLE_LINES if settings.blocking else shares_beside_training(plan.clusters, plan.rates, network)
+    shares = WHOLE_LINES if settings.blocking else shares_next_to_training(plan.clusters, plan.rates, network)
     return round_time(
         [each.part.as_ring(_share(settings, each.codec.codec)) for each in coded],
         [each.part.values for each in coded],

@@ -154,8 +154,10 @@ def plan_members(
         versions_reason=chosen.reason,
         slowed=slowed,
     )
-    if averaged is None:
-        return plan
+    return plan if averaged is None else _with_averaging(plan, averaged)
+
+
+def _with_averaging(plan: Plan, averaged: AveragingOf) -> Plan:
     position = {stage.node: (stage.cluster, stage.stage) for stage in plan.stages}
     return replace(
         plan,

@@ -26,6 +26,8 @@ from ravnest.units import counted
 
 _LEAVE_SECONDS: Final = 60.0
 """Timeout for a provider that wants to leave, in addition to the time that its stage takes on its line."""
+_AVERAGE_SECONDS: Final = 30.0
+"""Timeout for a last round with the cluster of a provider that leaves: a part of the time above."""
 _LINE_TIMES: Final = 2.0
 """Factor on that time, because other traffic shares the line."""
 
@@ -178,12 +180,23 @@ class MembershipChanges:
             self._context.spawn(self._redeployment.when_drained(deployment, f"{node_id} leaves"))
             await self._context.until(lambda: cluster.is_lost or self._planner.is_waiting)
             return
+        await self._average_before(node_id, deployment)
         await deployment.holders.wait_for_fresh(cluster)
         # A rebuild of the cluster may be under way.
         await self._context.until(is_rebuilt)
         self._recovery.stage_left(node_id, f"{node_id} leaves")
         # Until the rebuild is complete, because the taker may fetch the stage from this provider.
         await self._context.until(is_rebuilt)
+
+    async def _average_before(self, node_id: str, deployment: Deployment) -> None:
+        """A round before a provider leaves whose stage no provider is free to take: its cluster is then likely to be
+        dissolved, and what the cluster has learned would be lost."""
+        free = self._context.present - self._exclusions.nodes - deployment.stage_of.keys()
+        if deployment.averaging is None or free:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_AVERAGE_SECONDS):
+                await deployment.averaging.soon(f"{node_id} leaves, and no provider is free to take its stage")
 
     def _held_by(self, node_id: str) -> tuple[Deployment, ClusterRun] | None:
         """The deployment and the cluster in which a provider has a stage."""

@@ -48,8 +48,8 @@ IN_BUDGET: Final = LineShares(STATE_BUDGET, relay_up=STATE_BUDGET, relay_down=ST
 """The most that rounds get over a long time."""
 
 
-def shares_beside_training(clusters: Sequence[Cluster], rates: Sequence[float], network: Network) -> LineShares:
-    """What rounds get of each line while these clusters train at these rates, in samples per second."""
+def shares_next_to_training(clusters: Sequence[Cluster], rates: Sequence[float], network: Network) -> LineShares:
+    """The shares that rounds get of each line while these clusters train at these rates, in samples per second."""
     up: dict[str, float] = {}
     down: dict[str, float] = {}
     relay_up = relay_down = 0.0

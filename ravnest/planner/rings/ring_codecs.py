@@ -32,7 +32,7 @@ that is on its way."""
 
 @dataclass(frozen=True, slots=True)
 class RingLoad:
-    """What a ring puts on its lines in a round, in float32."""
+    """Load of a ring on its lines in a round, in float32."""
 
     coded_bytes: float
     """Sent by each owner, of parameters."""

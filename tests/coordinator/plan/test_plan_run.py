@@ -320,10 +320,10 @@ def test_rounds_come_as_often_as_the_job_says_or_lines_and_updates_allow() -> No
     every = average_every(Averaging(), [30.0, 10.0], 8, 2, at_once, 1)
     assert every.samples == MIN_UPDATES * 2 * 8 * 4 and f"{MIN_UPDATES} updates" in every.reason
     every = average_every(Averaging(), [30.0, 10.0], 8, 1, long, 1)
-    assert every.samples == ROUND_SHARE * 100 * 40 and "takes 1:40" in every.reason
-    assert every.seconds == ROUND_SHARE * 100 and every.reason.startswith("a round every 8,000 samples, 3:20, ")
+    assert every.samples == (20 + ROUND_SHARE * 80) * 40 and "takes 1:40" in every.reason
+    assert every.seconds == 180.0 and every.reason.startswith("a round every 7,200 samples, 3:00, so that one is over")
     every = average_every(Averaging(blocking=True), [30.0, 10.0], 8, 1, long, 1)
-    assert every.samples == BLOCKING_SHARE * 100 * 40
+    assert every.samples == (20 + BLOCKING_SHARE * 80) * 40
     every = average_every(Averaging(), [10.0, 10.0], 8, 1, at_once, 4)
     assert every.samples == MIN_UPDATES * 8 * 2 / 4 and "the same of 4 fragments" in every.reason
 
@@ -336,8 +336,8 @@ def test_rounds_keep_to_the_budget_of_lines_and_machines() -> None:
     every = average_every(Averaging(), [30.0, 10.0], 8, 1, busy, 1)
     assert every.samples == math.ceil(30.0 / MAX_SLOWDOWN * 40) and "slow training by at most 3%" in every.reason
     # A measured time takes the place of the predicted one.
-    every = average_every(Averaging(), [30.0, 10.0], 8, 1, lines, 1, round_seconds=1000.0)
-    assert every.samples == ROUND_SHARE * 1000 * 40
+    every = average_every(Averaging(), [30.0, 10.0], 8, 1, lines, 1, measured=(100.0, 900.0))
+    assert every.samples == (100 + ROUND_SHARE * 900) * 40
 
 
 def test_averaging_takes_memory_of_every_provider_of_several_clusters(prepared: PreparedJob) -> None:
