@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ravnest.errors import JobError, RavnestError
+from ravnest.graph.initial_weights.recorder import DrawRecorder
 from ravnest.job import Job
 from ravnest.reference import parse_reference
 
@@ -40,11 +41,15 @@ def load_job(reference: str) -> Job:
     - A mistake in a Job that the file constructs: JobError with the file and line of the user's call.
 
     The file's folder stays at the end of sys.path, so that functions of the file can import modules next to it later.
+    How the model's weights are drawn is noted, see `draws_of`.
     """
     found = parse_reference(reference)
     path = found.path
-    module = _guarded(found.place, lambda: _import_module(found.place) if path is None else _run_file(path))
-    return _job_in(module, found.place, found.name)
+    with DrawRecorder() as recorder:
+        module = _guarded(found.place, lambda: _import_module(found.place) if path is None else _run_file(path))
+    job = _job_in(module, found.place, found.name)
+    recorder.keep_for(job.model)
+    return job
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from pathlib import Path
 
 from ravnest import units
 from ravnest.cli.arguments import Subparsers
@@ -88,6 +89,14 @@ def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
         "free space)",
     )
     parser.add_argument(
+        "--weights",
+        metavar="FOLDER",
+        type=weights_folder,
+        action="append",
+        help="folder with safetensors files: weights that are found there, by their hash, are not downloaded; may be "
+        "repeated; none reads no files (default: the Hugging Face cache of this user, if there is one)",
+    )
+    parser.add_argument(
         "--cores",
         metavar="N",
         type=core_count,
@@ -129,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
         name=args.name,
         outbound_only=args.outbound_only,
         cache_bytes=args.cache,
+        weights=None if args.weights is None else [folder for folder in args.weights if folder is not None],
         pretence=Pretence(args.pretend_slower, seconds),
         claim=claim,
         embedded=args.embedded,
@@ -159,6 +169,16 @@ def byte_rate(text: str) -> float:
 def cache_bytes(text: str) -> int:
     """Bytes as in `memory_bytes`, or 0; raises ArgumentTypeError for anything else."""
     return 0 if text.strip() == "0" else memory_bytes(text)
+
+
+def weights_folder(text: str) -> Path | None:
+    """The folder, or None for `none`; raises ArgumentTypeError if there is no such folder."""
+    if text == "none":
+        return None
+    folder = Path(text).expanduser()
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {text!r}: give one with safetensors files, or none")
+    return folder
 
 
 def core_count(text: str) -> int:

@@ -79,6 +79,11 @@ def stream_size_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     return len(_header(tensors, metadata or {})) + sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
 
 
+def stream_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The first bytes that `stream_tensors` yields, before those of the tensors."""
+    return _header(tensors, metadata or {})
+
+
 def content_hash(chunks: Iterable[bytes]) -> str:
     """The sha256 of a stream as hexadecimal text, independent of how it is cut into chunks."""
     digest = hashlib.sha256()
@@ -102,7 +107,7 @@ class WeightsReader:
         self._size_bytes = size_bytes
         self._received_bytes = 0
         self._head = bytearray()
-        self._entries: list[_Entry] | None = None
+        self._entries: list[TensorEntry] | None = None
         self._metadata: dict[str, str] = {}
         self._buffers: list[Tensor] = []
         self._current = 0
@@ -171,12 +176,25 @@ class WeightsReader:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class TensorEntry:
+    """One tensor in the header of a stream."""
+
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
+    """Offset of its first byte after the header."""
     end: int
+
+
+def read_header(header: bytes, size_bytes: int) -> list[TensorEntry]:
+    """The tensors of a stream of `size_bytes` with this header, in order; GraphError if it cannot have it."""
+    length = int.from_bytes(header[:_LENGTH_BYTES], "little")
+    if len(header) < _LENGTH_BYTES or length != len(header) - _LENGTH_BYTES or len(header) > size_bytes:
+        raise GraphError(f"the header of a weights stream has {len(header)} bytes, and announces others")
+    if length > MAX_HEADER_BYTES:
+        raise GraphError(f"the header of a weights stream has {length} bytes, more than {MAX_HEADER_BYTES}")
+    return _parse_header(header[_LENGTH_BYTES:], size_bytes - len(header))[0]
 
 
 def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], skip: int) -> Iterator[memoryview]:
@@ -217,7 +235,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def _parse_header(text: bytes, data_bytes: int) -> tuple[list[_Entry], dict[str, str]]:
+def _parse_header(text: bytes, data_bytes: int) -> tuple[list[TensorEntry], dict[str, str]]:
     try:
         header = read_json(text, MAX_HEADER_VALUES, object_pairs_hook=_without_repeats)
     except ValueError as error:
@@ -240,7 +258,7 @@ def _parse_header(text: bytes, data_bytes: int) -> tuple[list[_Entry], dict[str,
     return entries, metadata
 
 
-def _entry(name: str, described: object) -> _Entry:
+def _entry(name: str, described: object) -> TensorEntry:
     if len(name) > MAX_NAME_CHARACTERS:
         raise GraphError(f"a tensor has a name of {len(name)} characters, more than {MAX_NAME_CHARACTERS}")
     if not isinstance(described, dict) or described.keys() != {"dtype", "shape", "data_offsets"}:
@@ -258,7 +276,7 @@ def _entry(name: str, described: object) -> _Entry:
     needed = math.prod(shape) * dtype.itemsize
     if end - begin != needed:
         raise GraphError(f"tensor {name!r} needs {needed} bytes for its shape, but its offsets span {end - begin}")
-    return _Entry(name, dtype, tuple(shape), begin, end)
+    return TensorEntry(name, dtype, tuple(shape), begin, end)
 
 
 def _are_sizes(values: Any) -> bool:
@@ -272,7 +290,7 @@ def _without_repeats(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
     return result
 
 
-def _allocate(entry: _Entry) -> Tensor:
+def _allocate(entry: TensorEntry) -> Tensor:
     try:
         return torch.empty(entry.end - entry.begin, dtype=torch.uint8)
     except (RuntimeError, MemoryError):

@@ -17,8 +17,9 @@ import os
 import platform
 import select
 import sys
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -40,6 +41,7 @@ from ravnest.provider.commands import Commands
 from ravnest.provider.console import Console
 from ravnest.provider.fetch.artifacts import Artifacts
 from ravnest.provider.fetch.cache import ArtifactCache
+from ravnest.provider.fetch.local_weights import LocalWeights, huggingface_folder
 from ravnest.provider.machine.core_claims import CoreClaim
 from ravnest.provider.machine.device import choose_device
 from ravnest.provider.machine.memory import available_bytes, lent_bytes, resident_bytes
@@ -75,6 +77,7 @@ def run(
     name: str | None = None,
     outbound_only: bool = False,
     cache_bytes: int | None = None,
+    weights: Sequence[Path] | None = None,
     pretence: Pretence = NO_PRETENCE,
     claim: CoreClaim | None = None,
     embedded: bool = False,
@@ -83,8 +86,9 @@ def run(
     """Provide until the run ends; returns the exit code. A RavnestError says why that is not possible.
 
     `cache_bytes` limits the disk space for downloaded stages; 0 disables the cache, None leaves room for other
-    programs. All traffic stays within the `limits`. The provider computes as slowly as its `pretence` says, with the
-    cores of its `claim`; None: with all.
+    programs. `weights` are folders with weights that need not be downloaded; None for the user's Hugging Face cache.
+    All traffic stays within the `limits`. The provider computes as slowly as its `pretence` says, with the cores of its
+    `claim`; None: with all.
     """
     leave_out_the_compiler()
     give_memory_back()
@@ -105,6 +109,7 @@ def run(
             # Embedded providers share a machine with their coordinator, which has every stage in memory already.
             cache=None if embedded else ArtifactCache.of_user(cache_bytes),
             cache_bytes=cache_bytes,
+            weights=() if embedded else _folders(weights),
             listen=None if outbound_only else listen or ("127.0.0.1" if embedded else "0.0.0.0", 0),
             advertise=advertise,
             limits=limits,
@@ -131,6 +136,8 @@ class ProviderOptions:
     name: str
     cache: ArtifactCache | None
     cache_bytes: int | None
+    weights: tuple[Path, ...]
+    """Folders with weights that need not be downloaded."""
     listen: tuple[str, int] | None
     """Host and port to listen at; None: outgoing connections only."""
     advertise: tuple[str, int] | None
@@ -187,6 +194,7 @@ class Agent:
             self._cap = MonthlyCap(options.limits.monthly_bytes, count, TRAFFIC, self._budget)
         self._coordinator_link = CoordinatorLink(console.say, self._budget, options.limits)
         self._transfers = OutgoingTransfers(self._budget)
+        self._local = LocalWeights(options.weights) if options.weights else None
         self._coordinator = ""
         """The process of the coordinator in the last session; a restarted coordinator is another one."""
         self._baseline_bytes = 0
@@ -223,7 +231,7 @@ class Agent:
         session = SwarmSession(client, reply.session)
         session.control.link.foreground = self._budget.control
         session.feed.foreground = self._budget
-        artifacts = Artifacts(client, self._options.cache, self._console.say)
+        artifacts = Artifacts(client, self._options.cache, self._console.say, self._local)
         parts = ReplicaService(
             self._files, node, client, artifacts, session.control.send, self._allow, self._console.say, self._transfers
         )
@@ -333,6 +341,14 @@ class Agent:
                 if hosted is not None:
                     hosted.set_threads(speed.threads)
                 await session.control.send(ProviderMessage(speed=speed))
+
+
+def _folders(given: Sequence[Path] | None) -> tuple[Path, ...]:
+    """The folders that are searched for weights."""
+    if given is not None:
+        return tuple(given)
+    cache = huggingface_folder()
+    return () if cache is None else (cache,)
 
 
 def _parent_has_ended() -> bool:

@@ -19,7 +19,7 @@ from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.launch.final_model import FinalModel
 from ravnest.coordinator.launch.interrupts import Interrupts, RunOver
 from ravnest.coordinator.launch.network_loop import NetworkLoop
-from ravnest.coordinator.plan.prepared_job import PreparedJob, prepare, static_tensors
+from ravnest.coordinator.plan.prepared_job import PreparedJob, prepare, static_tensors, with_initial_weights
 from ravnest.coordinator.plan.provider_profiles import UNSTATED, StatedLine
 from ravnest.coordinator.report.phase import Phase
 from ravnest.coordinator.report.progress import Progress
@@ -217,6 +217,10 @@ class Session:
             self._interrupts.users_code,
             self._run.profile_path,
         )
+        if threads is None:
+            # Providers elsewhere draw random weights themselves; those on this machine get them at once.
+            self.coordinator.begin_step("finding how the weights were drawn")
+            prepared = with_initial_weights(prepared)
         possible = max_stages(prepared.captured.graph)
         told = f"{len(prepared.captured.graph.nodes)} operators, at most {possible} stages"
         if frozen := prepared.captured.frozen_modules:

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,13 @@ from ravnest.engine.weights.packed_moments import moments_refusal
 from ravnest.errors import JobError, RunError
 from ravnest.graph.batch import samples_in
 from ravnest.graph.capture.capture import Captured, capture
+from ravnest.graph.initial_weights.find_initial import InitialWeight, find_initial
+from ravnest.graph.initial_weights.recorder import draws_of
+from ravnest.graph.initial_weights.sources_text import sources_text
 from ravnest.graph.profile import CostProfile, profile
 from ravnest.graph.program import Program
 from ravnest.graph.update_cost import UpdateCost, time_update
-from ravnest.graph.weights import content_hash, stream_size_bytes, stream_tensors
+from ravnest.graph.weights import content_hash, stream_header, stream_size_bytes, stream_tensors
 from ravnest.job import Job
 from ravnest.planner.plan import StagePlan
 
@@ -51,6 +54,8 @@ class PreparedJob:
     peeked: Sequence[Any]
     """The batches that the model was captured with."""
     restored: CheckpointContents | None = None
+    initial: Mapping[str, InitialWeight] = field(default_factory=dict)
+    """By key, how providers get the weights of a new run without their bytes; empty if all of them travel."""
 
 
 def prepare(
@@ -79,6 +84,14 @@ def prepare(
         if kept is not None:
             keep_costs(kept, key, costs)
     return PreparedJob(job, captured, costs, peeked, restored)
+
+
+def with_initial_weights(prepared: PreparedJob) -> PreparedJob:
+    """The job of a new run, with what providers need to get its weights without their bytes. Takes a few seconds for
+    each gigabyte."""
+    if prepared.restored is not None:
+        return prepared
+    return replace(prepared, initial=find_initial(prepared.captured.weights, draws_of(prepared.job.model)))
 
 
 def _measured(job: Job, captured: Captured, threads: int | None) -> CostProfile:
@@ -217,6 +230,17 @@ def weights_artifact(plan: StagePlan, prepared: PreparedJob, averaged: bool = Fa
         outer = prepared.restored.outer
         tensors |= {f"outer:{s.key}": _saved(outer, s.key, s.shape) for s in plan.graph.parameters if s.key in outer}
     return _tensors_artifact(f"weights-{plan.stage}", tensors, metadata)
+
+
+def sources_artifact(plan: StagePlan, prepared: PreparedJob) -> Artifact | None:
+    """How the provider of a stage gets the tensors of `weights_artifact` without the coordinator; None if it cannot."""
+    if prepared.restored is not None or not prepared.initial:
+        return None
+    tensors, metadata = _stage_tensors(plan, prepared)
+    initial = {f"weight:{w.key}": prepared.initial[w.key] for w in plan.graph.weights}
+    text = sources_text(stream_header(tensors, metadata), initial)
+    sha256 = hashlib.sha256(text).hexdigest()
+    return _artifact(f"sources-{plan.stage}", sha256, len(text), lambda offset: iter([text[offset:]]))
 
 
 def constants_artifact(plan: StagePlan, prepared: PreparedJob) -> Artifact:

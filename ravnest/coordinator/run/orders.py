@@ -14,6 +14,7 @@ from ravnest.coordinator.plan.prepared_job import (
     PreparedJob,
     constants_artifact,
     graph_artifact,
+    sources_artifact,
     stage_settings,
     weights_artifact,
 )
@@ -23,7 +24,7 @@ from ravnest.coordinator.swarm.reachability import Reach, choose_dialling
 from ravnest.engine.settings import StageSettings
 from ravnest.job import Job
 from ravnest.net.address import join_address, split_address
-from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy, Neighbour, Ring
+from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy, Hold, Neighbour, Ring
 from ravnest.planner.plan import ClusterPlan, Plan, RingPlan, StagePlan
 from ravnest.planner.rings.ring_codecs import AUTO
 
@@ -46,6 +47,27 @@ class LinkOrder:
     @property
     def name(self) -> str:
         return self.to_after.link
+
+
+@dataclass(frozen=True, slots=True)
+class StageFiles:
+    """The artifacts that an order for one stage names."""
+
+    graph: Artifact
+    weights: Artifact
+    sources: Artifact | None = None
+    """How the provider gets tensors of the weights without the coordinator; None if it cannot."""
+
+    @property
+    def all(self) -> tuple[Artifact, ...]:
+        return (self.graph, self.weights, *([] if self.sources is None else [self.sources]))
+
+    def name_in(self, order: Deploy | Hold) -> None:
+        """Names the artifacts in an order."""
+        order.graph.CopyFrom(reference(self.graph))
+        order.weights.CopyFrom(reference(self.weights))
+        if self.sources is not None and isinstance(order, Deploy):
+            order.sources.CopyFrom(reference(self.sources))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +101,13 @@ class Orders:
         constants, which the coordinator serves. RunError when a checkpoint does not fit the model.
         """
 
-        def weights(stage: StagePlan) -> Artifact:
+        def artifacts_of(stage: StagePlan) -> StageFiles:
             if donated:
-                return constants_artifact(stage, prepared)
-            return weights_artifact(stage, prepared, bool(plan.rings))
+                return StageFiles(graph_artifact(stage), constants_artifact(stage, prepared))
+            weights = weights_artifact(stage, prepared, bool(plan.rings))
+            return StageFiles(graph_artifact(stage), weights, sources_artifact(stage, prepared))
 
-        made = await asyncio.to_thread(lambda: {s.node: (graph_artifact(s), weights(s)) for s in plan.stages})
+        made = await asyncio.to_thread(lambda: {s.node: artifacts_of(s) for s in plan.stages})
         links: dict[tuple[str, str], LinkOrder] = {}
         for cluster in plan.clusters:
             links |= stage_links(cluster, members, reaches, f"{deployment}-{generation}")
@@ -95,10 +118,9 @@ class Orders:
                 order = stage_order(
                     prepared, plan, cluster, stage, links, ring_links, deployment, generation, generation
                 )
-                for field, artifact in zip((order.graph, order.weights), made[stage.node], strict=True):
-                    field.CopyFrom(reference(artifact))
+                made[stage.node].name_in(order)
                 orders[stage.node] = order
-        artifacts = {artifact.id: artifact for pair in made.values() for artifact in pair}
+        artifacts = {artifact.id: artifact for files in made.values() for artifact in files.all}
         return cls(orders, artifacts, tuple(links.values()), ring_links)
 
 

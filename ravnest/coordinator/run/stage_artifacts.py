@@ -1,7 +1,13 @@
 """Artifacts of a deployment: the graph and weights that each provider fetches for its stage."""
 
-from ravnest.coordinator.plan.prepared_job import PreparedJob, constants_artifact, graph_artifact, weights_artifact
-from ravnest.coordinator.run.orders import reference
+from ravnest.coordinator.plan.prepared_job import (
+    PreparedJob,
+    constants_artifact,
+    graph_artifact,
+    sources_artifact,
+    weights_artifact,
+)
+from ravnest.coordinator.run.orders import StageFiles
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.net.v1.control_pb2 import Deploy, Hold
 from ravnest.planner.plan import StagePlan
@@ -17,18 +23,14 @@ class StageArtifacts:
 
     def name_constants(self, order: Deploy | Hold, stage: StagePlan) -> None:
         """Names the graph and the constants in an order. The constants never change, so no replica has them."""
-        self._name(order, stage, self._prepared, is_constant=True)
+        self._name(order, StageFiles(graph_artifact(stage), constants_artifact(stage, self._prepared)))
 
     def name_weights(self, order: Deploy | Hold, stage: StagePlan, prepared: PreparedJob | None = None) -> None:
         """Names the graph and all weights in an order: those of the deployment, or of another state of the job."""
-        self._name(order, stage, prepared or self._prepared, is_constant=False)
+        prepared = prepared or self._prepared
+        weights = weights_artifact(stage, prepared, self._with_rings)
+        self._name(order, StageFiles(graph_artifact(stage), weights, sources_artifact(stage, prepared)))
 
-    def _name(self, order: Deploy | Hold, stage: StagePlan, prepared: PreparedJob, *, is_constant: bool) -> None:
-        graph = graph_artifact(stage)
-        if is_constant:
-            weights = constants_artifact(stage, prepared)
-        else:
-            weights = weights_artifact(stage, prepared, self._with_rings)
-        order.graph.CopyFrom(reference(graph))
-        order.weights.CopyFrom(reference(weights))
-        self._swarm.artifacts |= {graph.id: graph, weights.id: weights}
+    def _name(self, order: Deploy | Hold, files: StageFiles) -> None:
+        files.name_in(order)
+        self._swarm.artifacts |= {artifact.id: artifact for artifact in files.all}

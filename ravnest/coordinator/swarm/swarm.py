@@ -365,9 +365,11 @@ class Swarm:
 
     async def fetch(self, node_id: str, artifact: str, offset: int) -> AsyncIterator[bytes]:
         member = self.members[node_id]
-        named = [member.order, *member.holds.values()]
+        named = {ref.id for hold in member.holds.values() for ref in (hold.graph, hold.weights)}
+        if (order := member.order) is not None:
+            named |= {order.graph.id, order.weights.id, order.sources.id}
         found = self.artifacts.get(artifact)
-        if found is None or all(order is None or artifact not in (order.graph.id, order.weights.id) for order in named):
+        if found is None or artifact not in named:
             raise RefusedError(f"there is no artifact {artifact!r} for {node_id} here")
         if offset > found.size_bytes:
             raise RefusedError(f"the artifact {artifact!r} has {found.size_bytes} bytes and no byte {offset}")

@@ -79,11 +79,12 @@ class CoordinatorClient:
         """A connection for a link between stages, which the coordinator relays to the other end."""
         return Link(await self._dial("Relay", link))
 
-    async def fetch(self, artifact: str, offset: int = 0) -> AsyncGenerator[bytes, None]:
-        """The bytes of an artifact from `offset` on. Leaving the loop early ends the transfer."""
+    async def fetch(self, artifact: str, offset: int = 0, end: int = 0) -> AsyncGenerator[bytes, None]:
+        """The bytes of an artifact from `offset` on, up to `end` unless it is 0. Leaving the loop early ends the
+        transfer."""
         control: Control[FetchRequest, Chunk] = Control(await self._dial("Fetch"), Chunk)
         try:
-            await control.send(FetchRequest(artifact=artifact, offset=offset))
+            await control.send(FetchRequest(artifact=artifact, offset=offset, end=end))
             while (chunk := await control.receive()) is not None:
                 if chunk.offset != offset:
                     raise RefusedError(f"{self._peer} sent {artifact!r} from byte {chunk.offset}, not {offset}")

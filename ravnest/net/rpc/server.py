@@ -109,10 +109,16 @@ class CoordinatorServer(CallServer):
         request = await control.receive()
         if request is None:
             raise RefusedError("the call names no artifact to fetch")
-        offset = request.offset
+        offset, end = request.offset, request.end or None
         async for data in split(self._handler.fetch(node_id, request.artifact, offset)):
+            if end is not None:
+                data = data[: max(0, end - offset)]
+            if not data:
+                return
             await control.send(Chunk(data=data, offset=offset))
             offset += len(data)
+            if offset == end:
+                return
 
     async def _upload(self, node_id: str, control: Control[UploadReply, Chunk]) -> None:
         first = await control.receive()

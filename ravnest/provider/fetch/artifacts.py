@@ -1,5 +1,7 @@
 """Artifacts of a stage, its graph and its weights, from this provider's cache, from the coordinator, or from both.
 
+Tensors of the weights may also be drawn here or come from files on this machine, see `nearest`.
+
 The bytes go straight to a sink that builds something from them, so that memory does not hold them twice. On their way
 they are hashed and, with a cache, written to it. On failure:
 
@@ -13,16 +15,19 @@ they are hashed and, with a cache, written to it. On failure:
 
 import hashlib
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from ravnest.background import in_thread
 from ravnest.errors import GraphError, PeerError, RefusedError
+from ravnest.graph.initial_weights.sources_text import WeightSources
 from ravnest.net.streams.backoff import Backoff, BackoffLimits
 from ravnest.net.v1.control_pb2 import ArtifactRef
 from ravnest.provider.fetch.cache import ArtifactCache, KeptArtifact
+from ravnest.provider.fetch.local_weights import LocalWeights
+from ravnest.provider.fetch.nearest import NearestSource
 from ravnest.provider.fetch.progress import FetchProgress, megabytes, percent
 
 PATIENCE_SECONDS: Final = 120.0
@@ -34,9 +39,9 @@ _TRIES: Final = 3
 class Source(Protocol):
     """A source of artifacts: a CoordinatorClient."""
 
-    def fetch(self, artifact: str, offset: int = 0) -> AsyncGenerator[bytes, None]:
-        """The bytes from `offset` on; RefusedError when a retry would fail too, any other PeerError when it may
-        succeed."""
+    def fetch(self, artifact: str, offset: int = 0, end: int = 0) -> AsyncGenerator[bytes, None]:
+        """The bytes from `offset` on, up to `end` unless it is 0; RefusedError when a retry would fail too, any other
+        PeerError when it may succeed."""
 
 
 class ArtifactSink(Protocol):
@@ -45,6 +50,9 @@ class ArtifactSink(Protocol):
     def feed(self, chunk: bytes) -> None:
         """Take the bytes that follow; GraphError when they are invalid."""
 
+
+ListSources = Callable[[], Awaitable[WeightSources]]
+"""Fetches the list of an artifact's tensors."""
 
 SinkT = TypeVar("SinkT", bound=ArtifactSink)
 A = TypeVar("A")
@@ -55,37 +63,53 @@ class Artifacts:
     """Gets artifacts for one provider, from `source` and, unless it is None, through `cache`."""
 
     def __init__(
-        self, source: Source, cache: ArtifactCache | None = None, say: Callable[[str], None] = lambda text: None
+        self,
+        source: Source,
+        cache: ArtifactCache | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        local: LocalWeights | None = None,
     ) -> None:
-        """`say` prints a line for the user when something goes wrong."""
+        """`say` prints a line for the user when something goes wrong. `local` has the weights in files on this
+        machine."""
         self._source = source
         self._cache = cache
         self._say = say
+        self._local = local
 
     @property
     def cached(self) -> bool:
         """Whether artifacts are stored on the disk, for the next time."""
         return self._cache is not None
 
-    async def get(self, ref: ArtifactRef, begin: Callable[[], SinkT], progress: FetchProgress) -> SinkT:
+    async def get(
+        self,
+        ref: ArtifactRef,
+        begin: Callable[[], SinkT],
+        progress: FetchProgress,
+        listed: ListSources | None = None,
+        *,
+        keep: bool = True,
+    ) -> SinkT:
         """The sink from `begin`, fed with every byte of the artifact, whose hash is the announced one.
 
+        `listed` is called if bytes are missing, and says how to get tensors without the coordinator. Unless `keep`, the
+        artifact does not go into the cache.
         `begin` is called again, to start over, when the bytes on the disk turn out to be damaged.
         """
         if re.fullmatch("[0-9a-f]{64}", ref.sha256) is None:
             raise RefusedError(f"the artifact {ref.id} has no sha256 to check it by")
-        for _ in range(_TRIES):
+        for _ in range(_TRIES if keep else 0):
             kept = await self._open(ref)
             if kept is None:
                 break
             try:
-                return await self._transfer(ref, begin(), progress, kept)
+                return await self._transfer(ref, begin(), progress, kept, listed)
             except _DamagedError:
                 # The next turn of the loop makes a new sink, after the memory of this one is free.
                 self._say(f"the copy of {ref.id} on this disk is damaged: fetching it again")
             finally:
                 kept.close()
-        return await self._transfer(ref, begin(), progress, None)
+        return await self._transfer(ref, begin(), progress, None, listed)
 
     async def _open(self, ref: ArtifactRef) -> KeptArtifact | None:
         """The artifact's file in the cache, to read and to append; None without the cache."""
@@ -104,10 +128,16 @@ class Artifacts:
         return None
 
     async def _transfer(
-        self, ref: ArtifactRef, sink: SinkT, progress: FetchProgress, kept: KeptArtifact | None
+        self,
+        ref: ArtifactRef,
+        sink: SinkT,
+        progress: FetchProgress,
+        kept: KeptArtifact | None,
+        listed: ListSources | None,
     ) -> SinkT:
         """Feed the sink with the stored bytes and then with the missing ones, which are stored as well."""
         digest, from_disk, fetched = hashlib.sha256(), 0, 0
+        before = progress.counts
         own = kept is not None and kept.size_bytes > 0
 
         def take(data: bytes) -> int:
@@ -124,9 +154,9 @@ class Artifacts:
                 from_disk += size
                 progress.kept_bytes += size
             if from_disk < ref.size_bytes:
-                async for data in self._fetched(ref, from_disk):
+                sources = None if listed is None else await listed()
+                async for data in self._missing(ref, from_disk, progress, sources):
                     fetched += take(data)
-                    progress.fetched_bytes += len(data)
                     if kept is not None and not await self._append(kept, data):
                         kept = None
             _check(ref, from_disk + fetched, digest.hexdigest())
@@ -136,32 +166,46 @@ class Artifacts:
             # The coordinator is not blamed if some of the bytes came from this machine's own disk.
             if not own:
                 raise
-            progress.kept_bytes -= from_disk
-            progress.fetched_bytes -= fetched
+            progress.counts = before
             raise _DamagedError(str(error)) from None
         if kept is not None and fetched:
             await self._finish(kept)
         return sink
 
-    async def _fetched(self, ref: ArtifactRef, offset: int) -> AsyncIterator[bytes]:
-        """The bytes from `offset` on, over as many connections as it takes."""
+    def _missing(
+        self, ref: ArtifactRef, offset: int, progress: FetchProgress, listed: WeightSources | None
+    ) -> AsyncIterator[bytes]:
+        """The bytes from `offset` on, from the nearest source of each tensor if they are listed."""
+
+        def fetch(begin: int, end: int) -> AsyncIterator[bytes]:
+            return self._fetched(ref, begin, end, progress)
+
+        if listed is None:
+            return fetch(offset, ref.size_bytes)
+        return NearestSource(listed, self._local, fetch, progress, self._say).pieces(offset)
+
+    async def _fetched(self, ref: ArtifactRef, offset: int, end: int, progress: FetchProgress) -> AsyncIterator[bytes]:
+        """The bytes from `offset` to `end`, over as many connections as it takes."""
         backoff = Backoff(BackoffLimits(soon_seconds=MAX_BACKOFF_SECONDS, last_seconds=MAX_BACKOFF_SECONDS))
         while True:
             try:
-                async with aclosing(self._source.fetch(ref.id, offset)) as chunks:
+                # Without an end, a coordinator that sends more than it announced is noticed.
+                last = 0 if end == ref.size_bytes else end
+                async with aclosing(self._source.fetch(ref.id, offset, last)) as chunks:
                     async for data in chunks:
                         offset += len(data)
-                        if offset > ref.size_bytes:
-                            raise _OtherBytesError(
-                                f"the artifact {ref.id} is larger than the {ref.size_bytes} bytes announced"
-                            )
+                        if offset > end:
+                            raise _OtherBytesError(f"the artifact {ref.id} is larger than the {end} bytes announced")
                         backoff.reset()
+                        progress.fetched_bytes += len(data)
                         yield data
+                if offset < end:
+                    raise _OtherBytesError(f"the artifact {ref.id} ended after {offset} of {ref.size_bytes} bytes")
                 return
             except RefusedError:
                 raise
             except PeerError as error:
-                if offset == ref.size_bytes:
+                if offset == end:
                     return
                 if backoff.elapsed_seconds > PATIENCE_SECONDS:
                     raise PeerError(f"{ref.id} stopped at byte {offset} of {ref.size_bytes}: {error}") from None

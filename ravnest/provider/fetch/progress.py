@@ -24,18 +24,32 @@ class Listener(Protocol):
 
 
 class FetchProgress:
-    """Counts the bytes of one deployment: from the network, and from the disk."""
+    """Counts the bytes of one deployment, by where they come from."""
 
     def __init__(self, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.total_bytes = total_bytes
         self.fetched_bytes = 0
         self.kept_bytes = 0
+        """From the cache on the disk."""
+        self.drawn_bytes = 0
+        """Random and constant weights that were made here."""
+        self.found_bytes = 0
+        """From other files on this machine."""
         self._clock = clock
         self._started = clock()
 
     @property
     def received_bytes(self) -> int:
-        return self.fetched_bytes + self.kept_bytes
+        return sum(self.counts)
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """All counts, to return to them when bytes turn out to be damaged."""
+        return self.fetched_bytes, self.kept_bytes, self.drawn_bytes, self.found_bytes
+
+    @counts.setter
+    def counts(self, counts: tuple[int, int, int, int]) -> None:
+        self.fetched_bytes, self.kept_bytes, self.drawn_bytes, self.found_bytes = counts
 
     @property
     def seconds(self) -> float:
@@ -57,10 +71,15 @@ class FetchProgress:
 
     def last_line(self) -> str:
         """The line for a completed download."""
-        kept = f"; {megabytes(self.kept_bytes)} were here already" if self.kept_bytes else ""
-        if not self.fetched_bytes:
+        if not self.fetched_bytes and not self.drawn_bytes and not self.found_bytes:
             return f"the stage was here already, {megabytes(self.kept_bytes)}"
-        return f"fetched {megabytes(self.fetched_bytes)} at {megabytes(self.bytes_per_second)}/s{kept}"
+        others = (
+            (self.drawn_bytes, "were drawn here"),
+            (self.found_bytes, "were in files here"),
+            (self.kept_bytes, "were here already"),
+        )
+        parts = [f"fetched {megabytes(self.fetched_bytes)} at {megabytes(self.bytes_per_second)}/s"]
+        return "; ".join([*parts, *(f"{megabytes(count)} {where}" for count, where in others if count)])
 
 
 class FetchLine:
@@ -83,7 +102,7 @@ class FetchLine:
 
     def end(self, progress: FetchProgress) -> None:
         """The download is complete. Prints nothing if it took no time."""
-        if self._shown or progress.kept_bytes:
+        if self._shown or progress.received_bytes > progress.fetched_bytes:
             self._write(f"{self._clear}{progress.last_line()}\n")
         self._shown = False
 

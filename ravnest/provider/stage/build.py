@@ -1,17 +1,19 @@
 """Construction of a hosted stage: fetch what the order names, check it, and build the stage from it."""
 
 import asyncio
+from functools import partial
 
 import torch
 
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.errors import GraphError
+from ravnest.graph.initial_weights.sources_text import MAX_SOURCES_BYTES, WeightSources, read_sources
 from ravnest.graph.weights import WeightsReader
 from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.v1.control_pb2 import Deploy
 from ravnest.provider.fetch.artifacts import Artifacts
-from ravnest.provider.fetch.graph_text import GraphText
+from ravnest.provider.fetch.graph_text import ArtifactText, GraphText
 from ravnest.provider.fetch.progress import FetchProgress
 from ravnest.provider.replicas.format import Restored, with_part
 from ravnest.provider.rings.lines import RingLines, ring_generation
@@ -37,7 +39,8 @@ async def build_stage(
     """
     settings = StageSettings.from_json(order.settings_json)
     text = await artifacts.get(order.graph, lambda: GraphText(order.graph.size_bytes), progress)
-    reader = await artifacts.get(order.weights, lambda: WeightsReader(order.weights.size_bytes), progress)
+    listed = partial(_sources, order, artifacts, progress) if order.sources.id else None
+    reader = await artifacts.get(order.weights, lambda: WeightsReader(order.weights.size_bytes), progress, listed)
     weights, metadata = reader.finish()
     del reader  # It refers to every tensor, and the stage releases them one by one.
     if part is not None:
@@ -62,6 +65,14 @@ async def build_stage(
     records = StageRecords(settings.record_updates, SpanRecorder(settings.trace))
     membership = await _join_rings(order, stage, host, client, records, restored) if order.rings else None
     return HostedStage(order, stage, host, client, records, membership, restored.applied)
+
+
+async def _sources(order: Deploy, artifacts: Artifacts, progress: FetchProgress) -> WeightSources:
+    """How to get tensors of the weights without the coordinator."""
+    size_bytes = order.sources.size_bytes
+    progress.total_bytes += size_bytes
+    text = await artifacts.get(order.sources, lambda: ArtifactText(size_bytes, MAX_SOURCES_BYTES), progress, keep=False)
+    return await asyncio.to_thread(read_sources, text.content, order.weights.size_bytes)
 
 
 async def _join_rings(
