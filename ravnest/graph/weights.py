@@ -102,7 +102,7 @@ class WeightsReader:
         self._size_bytes = size_bytes
         self._received_bytes = 0
         self._head = bytearray()
-        self._entries: list[_Entry] | None = None
+        self._entries: list[TensorEntry] | None = None
         self._metadata: dict[str, str] = {}
         self._buffers: list[Tensor] = []
         self._current = 0
@@ -147,7 +147,7 @@ class WeightsReader:
         if len(self._head) < _LENGTH_BYTES + header_bytes:
             return view
         data_bytes = self._size_bytes - _LENGTH_BYTES - header_bytes
-        entries, self._metadata = _parse_header(bytes(self._head[_LENGTH_BYTES:]), data_bytes)
+        entries, self._metadata = parse_header(bytes(self._head[_LENGTH_BYTES:]), data_bytes)
         self._head.clear()
         self._buffers = [_allocate(entry) for entry in entries]
         self._entries = entries
@@ -171,11 +171,14 @@ class WeightsReader:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class TensorEntry:
+    """One tensor in the header of a stream of weights."""
+
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
+    """The offset of its first byte in the data, which follows the header."""
     end: int
 
 
@@ -217,7 +220,9 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def _parse_header(text: bytes, data_bytes: int) -> tuple[list[_Entry], dict[str, str]]:
+def parse_header(text: bytes, data_bytes: int) -> tuple[list[TensorEntry], dict[str, str]]:
+    """The tensors in the order of their bytes, which cover all of `data_bytes`, and the metadata; GraphError when the
+    header is invalid."""
     try:
         header = read_json(text, MAX_HEADER_VALUES, object_pairs_hook=_without_repeats)
     except ValueError as error:
@@ -240,7 +245,7 @@ def _parse_header(text: bytes, data_bytes: int) -> tuple[list[_Entry], dict[str,
     return entries, metadata
 
 
-def _entry(name: str, described: object) -> _Entry:
+def _entry(name: str, described: object) -> TensorEntry:
     if len(name) > MAX_NAME_CHARACTERS:
         raise GraphError(f"a tensor has a name of {len(name)} characters, more than {MAX_NAME_CHARACTERS}")
     if not isinstance(described, dict) or described.keys() != {"dtype", "shape", "data_offsets"}:
@@ -258,7 +263,7 @@ def _entry(name: str, described: object) -> _Entry:
     needed = math.prod(shape) * dtype.itemsize
     if end - begin != needed:
         raise GraphError(f"tensor {name!r} needs {needed} bytes for its shape, but its offsets span {end - begin}")
-    return _Entry(name, dtype, tuple(shape), begin, end)
+    return TensorEntry(name, dtype, tuple(shape), begin, end)
 
 
 def _are_sizes(values: Any) -> bool:
@@ -272,7 +277,7 @@ def _without_repeats(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
     return result
 
 
-def _allocate(entry: _Entry) -> Tensor:
+def _allocate(entry: TensorEntry) -> Tensor:
     try:
         return torch.empty(entry.end - entry.begin, dtype=torch.uint8)
     except (RuntimeError, MemoryError):
