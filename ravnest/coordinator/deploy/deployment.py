@@ -66,7 +66,15 @@ class Deployment:
         self.links = AllowedLinks(context)
         self.artifacts = StageArtifacts(context.swarm, prepared, with_rings=bool(plan.rings))
         self.transfers = StateTransfers(context.swarm, self.id, sources)
-        self.holders = ReplicaHolders(context, self.id, self.clusters, self.transfers, self.links, self.artifacts)
+        self.holders = ReplicaHolders(
+            context,
+            self.id,
+            self.clusters,
+            self.transfers,
+            self.links,
+            self.artifacts,
+            is_exact=prepared.job.checkpoint.exact,
+        )
         self.delivery = StageDelivery(context, self.replicas, run.machine.threads)
         self.part_senders: dict[str, str] = {}
         """By taker of a stage, the provider that was to send it the stage's part; the taker itself if no other was."""

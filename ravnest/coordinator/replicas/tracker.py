@@ -23,7 +23,7 @@ from ravnest.net.v1.control_pb2 import Replicated
 
 MAX_RETAINED: Final = 3072
 """Retained microbatches, beyond those of one update: fewer than a stage remembers of those that it has applied."""
-_STATE_BYTES: Final = 12
+STATE_BYTES: Final = 12
 """Estimated bytes of a part per parameter, until the first part has arrived: most optimizers keep two moments."""
 _MAX_REPORTED_SECONDS: Final = 1e6
 """Longest copy time that is accepted from a provider's report."""
@@ -52,8 +52,14 @@ class Replica:
     """For each stage, the providers that have its part."""
     hashes: tuple[str, ...] = ()
     """For each stage, the sha256 of its part as its owner reported it; empty when it did not."""
+    rounded: tuple[tuple[str, str], ...] = ()
+    """For each stage, the holder and the sha256 of its part, where that differs from the owner's; empty otherwise."""
 
-    def sha256(self, stage: int) -> str:
+    def sha256(self, stage: int, node: str = "") -> str:
+        """The sha256 of the part of a stage that this provider has; empty when it is not known."""
+        holder, sha256 = self.rounded[stage] if stage < len(self.rounded) else ("", "")
+        if holder and holder == node:
+            return sha256
         return self.hashes[stage] if stage < len(self.hashes) else ""
 
     def is_available(self, present: Collection[str]) -> bool:
@@ -71,8 +77,11 @@ class _PendingReplica:
     """Microbatches that were fed between the last complete replica and this one."""
     nodes: dict[int, set[str]] = field(default_factory=dict)
     hashes: dict[int, str] = field(default_factory=dict)
+    rounded: dict[int, tuple[str, str]] = field(default_factory=dict)
     bytes: int = 0
     """Size of its largest part."""
+    sent_bytes: int = 0
+    """Bytes that a line carried for the largest of its parts."""
     seconds: float = 0.0
     """Time of the slowest stage from its snapshot until the holder had its part."""
 
@@ -96,6 +105,8 @@ class _ClusterReplicas:
     """`seconds` of the last complete replica."""
     last_bytes: int = 0
     """Size of its largest part."""
+    last_sent_bytes: int = 0
+    """Bytes that a line carried for the largest of its parts."""
     updates: int = 0
     """Updates that it contains."""
     backoff_seconds: float = 0.0
@@ -203,7 +214,7 @@ class ReplicaTracker:
         now = time.monotonic()
         if state.pending:
             oldest = next(iter(state.pending.values()))
-            part_bytes = max(state.last_bytes, _STATE_BYTES * max(stage.parameters for stage in cluster.plan.stages))
+            part_bytes = max(state.last_bytes, STATE_BYTES * max(stage.parameters for stage in cluster.plan.stages))
             if now - oldest.began >= replica_timeout_seconds(part_bytes, self._slowest(cluster), state.last_seconds):
                 self._give_up(cluster.id, state, f"not every part was confirmed after {now - oldest.began:.0f} s")
             elif state.complete is None or len(state.pending) >= _MAX_PENDING:
@@ -216,7 +227,7 @@ class ReplicaTracker:
         due, _ = replica_due(
             seconds_since_last=now - state.last_began,
             last_seconds=state.last_seconds,
-            last_bytes=state.last_bytes,
+            last_bytes=state.last_sent_bytes,
             line_bytes_per_second=self._slowest(cluster),
             retained_microbatches=retained,
             retained_bytes=retained * size,
@@ -255,8 +266,15 @@ class ReplicaTracker:
             found.nodes[stage] = {node_id} | ({message.holder} if message.holder == state.holders[stage] else set()) - {
                 ""
             }
-            found.hashes[stage] = message.sha256 if re.fullmatch("[0-9a-f]{64}", message.sha256) else ""
+            found.hashes[stage] = _hash_or_nothing(message.sha256)
+            held = _hash_or_nothing(message.holder_sha256)
+            is_rounded = held not in ("", found.hashes[stage])
+            found.rounded[stage] = (message.holder, held) if is_rounded else ("", "")
             found.bytes = max(found.bytes, message.size_bytes)
+            # An owner that does not say what it sent has sent the part as it is.
+            found.sent_bytes = max(
+                found.sent_bytes, min(message.sent_bytes or message.size_bytes, 2 * message.size_bytes)
+            )
             # NaN fails the comparison and is rejected.
             found.seconds = max(found.seconds, message.seconds if 0 <= message.seconds < _MAX_REPORTED_SECONDS else 0.0)
             if len(found.nodes) == len(state.keys):
@@ -270,9 +288,10 @@ class ReplicaTracker:
     def _complete(self, cluster: ClusterRun, state: _ClusterReplicas, number: int, done: _PendingReplica) -> None:
         nodes = tuple(frozenset(done.nodes[stage]) for stage in range(len(state.keys)))
         hashes = tuple(done.hashes[stage] for stage in range(len(state.keys)))
-        state.complete, state.backoff_seconds = Replica(number, done.place, nodes, hashes), 0.0
+        rounded = tuple(done.rounded[stage] for stage in range(len(state.keys)))
+        state.complete, state.backoff_seconds = Replica(number, done.place, nodes, hashes, rounded), 0.0
         state.last_seconds, state.last_part_seconds = time.monotonic() - done.began, done.seconds
-        state.last_bytes, state.updates = done.bytes, done.place.updates
+        state.last_bytes, state.last_sent_bytes, state.updates = done.bytes, done.sent_bytes, done.place.updates
         # In the order of feeding, which differs from the order of numbers after a cluster was lost.
         dropped = min(cluster.dropped, done.microbatches + 1)
         cluster.dropped -= dropped
@@ -294,6 +313,7 @@ class ReplicaTracker:
             replica=number,
             seconds=state.last_seconds,
             bytes=done.bytes,
+            sent_bytes=done.sent_bytes,
         )
         self._on_complete()
 
@@ -301,6 +321,10 @@ class ReplicaTracker:
         self._emit("replica_failed", why, cluster=cluster, replica=next(iter(state.pending)))
         state.pending, state.backoff_seconds = {}, min(60.0, max(2.0, 2 * state.backoff_seconds))
         state.last_began = time.monotonic()
+
+
+def _hash_or_nothing(text: str) -> str:
+    return text if re.fullmatch("[0-9a-f]{64}", text) else ""
 
 
 def _limit_retained(cluster: ClusterRun, max_microbatches: int, microbatch_bytes: int) -> None:
