@@ -54,6 +54,7 @@ bench: $(VENV)/.dev-installed
 	@$(BIN)/python -m benchmarks.averaging
 	@$(BIN)/python -m benchmarks.pipeline
 	@$(BIN)/python -m benchmarks.recovery
+	@$(BIN)/python -m benchmarks.coded_state
 
 format: $(VENV)/.dev-installed
 	@$(BIN)/ruff format .

@@ -216,7 +216,12 @@ class Checkpoint:
     keep: int = 2
     """Number of the latest checkpoints to keep on disk."""
 
+    exact: bool = False
+    """Never round saved state. By default, copies of a stage's state are rounded where a line is too slow for all of
+    their bytes: parameters to int8 differences, moments to 8 bits. On one machine, state is always exact."""
+
     def __post_init__(self) -> None:
+        check_flag("checkpoint.exact", self.exact)
         check_positive("checkpoint.every_seconds", self.every_seconds)
         check_whole("checkpoint.every_updates", self.every_updates, minimum=1, optional=True)
         check_whole("checkpoint.keep", self.keep, minimum=1)

@@ -152,7 +152,7 @@ class WeightsReader:
         if len(self._head) < _LENGTH_BYTES + header_bytes:
             return view
         data_bytes = self._size_bytes - _LENGTH_BYTES - header_bytes
-        entries, self._metadata = _parse_header(bytes(self._head[_LENGTH_BYTES:]), data_bytes)
+        entries, self._metadata = parse_header(bytes(self._head[_LENGTH_BYTES:]), data_bytes)
         self._head.clear()
         self._buffers = [_allocate(entry) for entry in entries]
         self._entries = entries
@@ -194,7 +194,7 @@ def read_header(header: bytes, size_bytes: int) -> list[TensorEntry]:
         raise GraphError(f"the header of a weights stream has {len(header)} bytes, and announces others")
     if length > MAX_HEADER_BYTES:
         raise GraphError(f"the header of a weights stream has {length} bytes, more than {MAX_HEADER_BYTES}")
-    return _parse_header(header[_LENGTH_BYTES:], size_bytes - len(header))[0]
+    return parse_header(header[_LENGTH_BYTES:], size_bytes - len(header))[0]
 
 
 def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], skip: int) -> Iterator[memoryview]:
@@ -235,7 +235,9 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def _parse_header(text: bytes, data_bytes: int) -> tuple[list[TensorEntry], dict[str, str]]:
+def parse_header(text: bytes, data_bytes: int) -> tuple[list[TensorEntry], dict[str, str]]:
+    """The tensors in the order of their bytes, which cover all of `data_bytes`, and the metadata; GraphError when the
+    header is invalid."""
     try:
         header = read_json(text, MAX_HEADER_VALUES, object_pairs_hook=_without_repeats)
     except ValueError as error:

@@ -136,7 +136,7 @@ class ClusterRebuild:
         prefix, stages = f"{deployment.id}-{cluster.generation}", cluster.plan.stages
         links = stage_links(cluster.plan, members, reaches, prefix)
         ring_links = order_ring_links(deployment.plan, members, reaches, deployment.ring_prefix)
-        orders = {stage.node: self._stage_order(stage, links, ring_links) for stage in stages}
+        orders = {stage.node: self._stage_order(stage, links, ring_links, senders) for stage in stages}
         part_links, gives = [], []
         for number, sender in senders.items():
             taker = self._takers[number]
@@ -186,7 +186,11 @@ class ClusterRebuild:
         return found
 
     def _stage_order(
-        self, stage: StagePlan, links: Mapping[tuple[str, str], LinkOrder], ring_links: Sequence[LinkOrder]
+        self,
+        stage: StagePlan,
+        links: Mapping[tuple[str, str], LinkOrder],
+        ring_links: Sequence[LinkOrder],
+        senders: Mapping[int, str],
     ) -> Deploy:
         """The order for one provider of the cluster: to keep its stage, or to take one and where from."""
         deployment, cluster, borrowed = self._deployment, self._cluster, self._borrowed
@@ -212,7 +216,7 @@ class ClusterRebuild:
         elif self._replica is not None:
             artifacts.name_constants(order, stage)
             order.part_key, order.part_replica = stage_key(deployment.id, stage), self._replica.number
-            order.part_sha256 = self._replica.sha256(stage.stage)
+            order.part_sha256 = self._replica.sha256(stage.stage, senders.get(stage.stage, stage.node))
         elif deployment.transfers.sources is not None:
             artifacts.name_constants(order, stage)
         else:

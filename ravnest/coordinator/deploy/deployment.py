@@ -70,7 +70,15 @@ class Deployment:
         self.links = AllowedLinks(context)
         self.artifacts = StageArtifacts(context.swarm, prepared, with_rings=bool(plan.rings))
         self.transfers = StateTransfers(context.swarm, self.id, sources)
-        self.holders = ReplicaHolders(context, self.id, self.clusters, self.transfers, self.links, self.artifacts)
+        self.holders = ReplicaHolders(
+            context,
+            self.id,
+            self.clusters,
+            self.transfers,
+            self.links,
+            self.artifacts,
+            is_exact=prepared.job.checkpoint.exact,
+        )
         self.outlook = StateOutlook(
             self.replicas,
             context.emit,

@@ -8,15 +8,17 @@ from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters
 from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.replicas.sources import StateTransfers
 from ravnest.coordinator.replicas.surviving import AnnouncedReplica
-from ravnest.coordinator.replicas.tracker import ReplicaTracker
+from ravnest.coordinator.replicas.tracker import STATE_BYTES, ReplicaTracker
 from ravnest.coordinator.run.allowed_links import AllowedLinks
 from ravnest.coordinator.run.context import RunContext
 from ravnest.coordinator.run.orders import order_link, stage_key
 from ravnest.coordinator.run.stage_artifacts import StageArtifacts
+from ravnest.coordinator.swarm.members import Member
 from ravnest.coordinator.swarm.own_line import receiver_limit
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Forget, Hold, Replicate
 from ravnest.planner.plan import StagePlan
 from ravnest.planner.recovery.assign_standbys import Warm
+from ravnest.planner.recovery.choose_coding import CodingChoice, choose_coding
 from ravnest.planner.recovery.choose_holders import choose_holders
 
 
@@ -31,7 +33,11 @@ class ReplicaHolders:
         transfers: StateTransfers,
         links: AllowedLinks,
         artifacts: StageArtifacts,
+        *,
+        is_exact: bool = False,
     ) -> None:
+        """`is_exact`: no replica is rounded on a line."""
+        self._is_exact = is_exact
         self._context = context
         self._deployment = deployment
         self._clusters = clusters
@@ -128,7 +134,15 @@ class ReplicaHolders:
             order.holder.CopyFrom(link.to_after)
             owners = sum(held_by == holder for _, held_by in self._pairs.values())
             order.max_bytes_per_second = receiver_limit(members.down_rate(holder), owners)
+            order.coding = self._choose_coding(stage, *ends).coding
         await context.tell(stage.node, CoordinatorMessage(replicate=order))
+
+    def _choose_coding(self, stage: StagePlan, owner: Member, holder: Member) -> CodingChoice:
+        up, down = owner.link.speed, holder.link.speed
+        rate = min(up.up_bytes_per_second, down.down_bytes_per_second) if up and down else None
+        part_bytes = max(self.replicas.largest_part_bytes, STATE_BYTES * stage.parameters)
+        is_local = not self._context.swarm.open_to_more
+        return choose_coding(part_bytes, rate, is_exact=self._is_exact, is_local=is_local)
 
     def _on_complete(self) -> None:
         """Lets holders delete the replicas before a complete one, so that a failure of the next cannot displace it."""

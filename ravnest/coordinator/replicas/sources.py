@@ -85,7 +85,8 @@ def choose_transfers(
                 raise KeyError(sources.keys[stage])
             sender = "" if receiver in have else min(have, key=lambda node: (transfer_counts[node], node))
             transfer_counts[sender] += 1
-            part = PartTransfer(sources.keys[stage], sources.replica.number, sources.replica.sha256(stage), sender)
+            sha256 = sources.replica.sha256(stage, sender or receiver)
+            part = PartTransfer(sources.keys[stage], sources.replica.number, sha256, sender)
             found[receiver].append(part)
     return found
 

@@ -24,7 +24,7 @@ from ravnest.planner.recovery.state_periods import StageState, StatePeriods, sta
 
 MAX_RETAINED: Final = 12288
 """Retained microbatches, beyond those of one update: fewer than a stage remembers of those that it has applied."""
-_STATE_BYTES: Final = 12
+STATE_BYTES: Final = 12
 """Estimated bytes of a part per parameter, until the first part has arrived: most optimizers keep two moments."""
 _MAX_REPORTED_SECONDS: Final = 1e6
 """Longest copy time that is accepted from a provider's report."""
@@ -53,8 +53,14 @@ class Replica:
     """For each stage, the providers that have its part."""
     hashes: tuple[str, ...] = ()
     """For each stage, the sha256 of its part as its owner reported it; empty when it did not."""
+    rounded: tuple[tuple[str, str], ...] = ()
+    """For each stage, the holder and the sha256 of its part, where that differs from the owner's; empty otherwise."""
 
-    def sha256(self, stage: int) -> str:
+    def sha256(self, stage: int, node: str = "") -> str:
+        """The sha256 of the part of a stage that this provider has; empty when it is not known."""
+        holder, sha256 = self.rounded[stage] if stage < len(self.rounded) else ("", "")
+        if holder and holder == node:
+            return sha256
         return self.hashes[stage] if stage < len(self.hashes) else ""
 
     def is_available(self, present: Collection[str]) -> bool:
@@ -72,8 +78,11 @@ class _PendingReplica:
     """Microbatches that were fed between the last complete replica and this one."""
     nodes: dict[int, set[str]] = field(default_factory=dict)
     hashes: dict[int, str] = field(default_factory=dict)
+    rounded: dict[int, tuple[str, str]] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
     """By stage, the bytes of its part."""
+    sent: dict[int, int] = field(default_factory=dict)
+    """By stage, the bytes that a line carried for it."""
     seconds: float = 0.0
     """Time of the slowest stage from its snapshot until the holder had its part."""
 
@@ -97,6 +106,8 @@ class _ClusterReplicas:
     """`seconds` of the last complete replica."""
     last_sizes: dict[int, int] = field(default_factory=dict)
     """By stage, the bytes of its part."""
+    last_sent: dict[int, int] = field(default_factory=dict)
+    """By stage, the bytes that a line carried for it."""
     updates: int = 0
     """Updates that it contains."""
     backoff_seconds: float = 0.0
@@ -198,11 +209,12 @@ class ReplicaTracker:
         """How often this cluster makes replicas and gets a checkpoint, by its lines and the sizes of its parts: those
         of the last complete replica, or else estimates."""
         state = self._by_cluster.get(cluster.id)
-        sizes = {} if state is None else state.last_sizes
+        sizes, sent = ({}, {}) if state is None else (state.last_sizes, state.last_sent)
         stages = []
         for number, stage in enumerate(cluster.plan.stages):
-            size = sizes.get(number) or _STATE_BYTES * stage.parameters
-            stages.append(StageState(stage.node, size, size, self._line(stage.node) or _UNKNOWN_LINE))
+            size = sizes.get(number) or STATE_BYTES * stage.parameters
+            line = self._line(stage.node) or _UNKNOWN_LINE
+            stages.append(StageState(stage.node, sent.get(number) or size, size, line))
         return state_periods(stages, wished_seconds, requester_bytes_per_second, has_replicas=state is not None)
 
     def request(self, cluster: ClusterRun) -> None:
@@ -222,7 +234,7 @@ class ReplicaTracker:
         now = time.monotonic()
         if state.pending:
             oldest = next(iter(state.pending.values()))
-            part_bytes = max(state.largest_bytes, _STATE_BYTES * max(stage.parameters for stage in cluster.plan.stages))
+            part_bytes = max(state.largest_bytes, STATE_BYTES * max(stage.parameters for stage in cluster.plan.stages))
             if now - oldest.began >= replica_timeout_seconds(part_bytes, self._slowest(cluster), state.last_seconds):
                 self._give_up(cluster.id, state, f"not every part was confirmed after {now - oldest.began:.0f} s")
             elif state.complete is None or len(state.pending) >= _MAX_PENDING:
@@ -272,8 +284,13 @@ class ReplicaTracker:
             found.nodes[stage] = {node_id} | ({message.holder} if message.holder == state.holders[stage] else set()) - {
                 ""
             }
-            found.hashes[stage] = message.sha256 if re.fullmatch("[0-9a-f]{64}", message.sha256) else ""
+            found.hashes[stage] = _hash_or_nothing(message.sha256)
+            held = _hash_or_nothing(message.holder_sha256)
+            is_rounded = held not in ("", found.hashes[stage])
+            found.rounded[stage] = (message.holder, held) if is_rounded else ("", "")
             found.sizes[stage] = message.size_bytes
+            # An owner that does not say what it sent has sent the part as it is.
+            found.sent[stage] = min(message.sent_bytes or message.size_bytes, 2 * message.size_bytes)
             # NaN fails the comparison and is rejected.
             found.seconds = max(found.seconds, message.seconds if 0 <= message.seconds < _MAX_REPORTED_SECONDS else 0.0)
             if len(found.nodes) == len(state.keys):
@@ -287,9 +304,10 @@ class ReplicaTracker:
     def _complete(self, cluster: ClusterRun, state: _ClusterReplicas, number: int, done: _PendingReplica) -> None:
         nodes = tuple(frozenset(done.nodes[stage]) for stage in range(len(state.keys)))
         hashes = tuple(done.hashes[stage] for stage in range(len(state.keys)))
-        state.complete, state.backoff_seconds = Replica(number, done.place, nodes, hashes), 0.0
+        rounded = tuple(done.rounded[stage] for stage in range(len(state.keys)))
+        state.complete, state.backoff_seconds = Replica(number, done.place, nodes, hashes, rounded), 0.0
         state.last_seconds, state.last_part_seconds = time.monotonic() - done.began, done.seconds
-        state.last_sizes, state.updates = done.sizes, done.place.updates
+        state.last_sizes, state.last_sent, state.updates = done.sizes, done.sent, done.place.updates
         # In the order of feeding, which differs from the order of numbers after a cluster was lost.
         dropped = min(cluster.dropped, done.microbatches + 1)
         cluster.dropped -= dropped
@@ -311,6 +329,7 @@ class ReplicaTracker:
             replica=number,
             seconds=state.last_seconds,
             bytes=state.largest_bytes,
+            sent_bytes=max(done.sent.values(), default=0),
         )
         self._on_complete()
 
@@ -318,6 +337,10 @@ class ReplicaTracker:
         self._emit("replica_failed", why, cluster=cluster, replica=next(iter(state.pending)))
         state.pending, state.backoff_seconds = {}, min(60.0, max(2.0, 2 * state.backoff_seconds))
         state.last_began = time.monotonic()
+
+
+def _hash_or_nothing(text: str) -> str:
+    return text if re.fullmatch("[0-9a-f]{64}", text) else ""
 
 
 def _limit_retained(cluster: ClusterRun, max_microbatches: int, microbatch_bytes: int) -> None:

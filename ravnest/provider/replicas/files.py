@@ -30,6 +30,7 @@ from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.identity.private_files import make_private_folder
 from ravnest.net.v1.control_pb2 import HeldPart
 from ravnest.provider.machine.disk_limit import default_limit_bytes
+from ravnest.state.reader import PartReader
 
 KEPT: Final = 2
 """Number of parts of each stage. The newest one may not be complete at other providers yet. The part that `forget` has
@@ -87,6 +88,10 @@ class ReplicaPart:
         if digest.hexdigest() != self.sha256:
             raise PeerError(f"{self} is damaged on the disk here; use another replica")
 
+    def reader(self) -> PartReader:
+        """A reader of its pieces, which are not hashed; PeerError when it is no part file."""
+        return PartReader(self._read_at, self.size_bytes)
+
     def read(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Its tensors and metadata; PeerError when it is damaged."""
         try:
@@ -96,6 +101,12 @@ class ReplicaPart:
             return reader.finish()
         except GraphError as error:
             raise PeerError(f"{self} cannot be used: {error}") from None
+
+    def _read_at(self, offset: int, size_bytes: int) -> bytes:
+        try:
+            return os.pread(self._descriptor, size_bytes, offset)
+        except OSError as error:
+            raise PeerError(f"{self} cannot be read here: {error.strerror or error}") from None
 
 
 class PartFiles:
@@ -109,6 +120,7 @@ class PartFiles:
         self._limit_bytes = limit_bytes
         self._coming: dict[PartWriter, int] = {}
         self._parts: dict[str, dict[int, ReplicaPart]] = {}
+        self._unlisted: weakref.WeakSet[ReplicaPart] = weakref.WeakSet()
         self._spared: dict[str, int] = {}
         self._lock = threading.Lock()
         if folder is not None:
@@ -150,8 +162,9 @@ class PartFiles:
             raise
         return writer
 
-    def begin(self, key: str, replica: int, size_bytes: int) -> "PartWriter":
-        """A writer for a part, which counts once it is complete."""
+    def begin(self, key: str, replica: int, size_bytes: int, *, listed: bool = True) -> "PartWriter":
+        """A writer for a part, which counts once it is complete. One that is not listed has no name, is not found, and
+        takes its space for as long as an object refers to it."""
         check_key(key)
         if not 0 < replica < 1 << 63:
             raise PeerError(f"{replica} is not the number of a replica")
@@ -160,11 +173,12 @@ class PartFiles:
             self._check_room(where, size_bytes)
             temporary = where / f".{key}.{secrets.token_hex(8)}"
             descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            if self._folder is None:
+            is_named = listed and self._folder is not None
+            if not is_named:
                 temporary.unlink()
         except OSError as error:
             raise _refused(where, error) from None
-        writer = PartWriter(self, key, replica, descriptor, None if self._folder is None else temporary)
+        writer = PartWriter(self, key, replica, descriptor, temporary if is_named else None, is_listed=listed)
         with self._lock:
             self._coming[writer] = size_bytes
         return writer
@@ -211,6 +225,7 @@ class PartFiles:
         free = state.f_bavail * state.f_frsize
         with self._lock:
             sizes = [part.size_bytes for of_key in self._parts.values() for part in of_key.values()]
+            sizes += [part.size_bytes for part in self._unlisted]
             coming = [*self._coming.values()]
         if size_bytes + sum(coming) + SPARE_BYTES > free:
             raise RunError(
@@ -229,6 +244,9 @@ class PartFiles:
         """A part is complete: it counts from now on, and an older one of its stage may go."""
         with self._lock:
             self._coming.pop(writer, None)
+            if not writer.is_listed:
+                self._unlisted.add(part)
+                return
             known = self._parts.setdefault(part.key, {})
             before = known.get(part.replica)
             known[part.replica] = part
@@ -274,7 +292,10 @@ class PartFiles:
 class PartWriter:
     """A part that is being written. End it with `finish` or `discard`."""
 
-    def __init__(self, files: PartFiles, key: str, replica: int, descriptor: int, path: Path | None) -> None:
+    def __init__(
+        self, files: PartFiles, key: str, replica: int, descriptor: int, path: Path | None, *, is_listed: bool = True
+    ) -> None:
+        self.is_listed = is_listed
         self._files = files
         self._key = key
         self._replica = replica

@@ -6,14 +6,15 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from ravnest.background import BackgroundTasks, cancel_and_wait, in_thread
-from ravnest.errors import PeerError, RavnestError, RunError, error_text
+from ravnest.errors import PeerError, RavnestError, error_text
 from ravnest.graph.state_size import max_state_bytes
 from ravnest.net.streams.backoff import FIRST_BACKOFF_SECONDS
 from ravnest.net.v1.control_pb2 import ArtifactRef, Hold
 from ravnest.provider.fetch.artifacts import Artifacts
 from ravnest.provider.fetch.graph_text import GraphText
 from ravnest.provider.fetch.progress import FetchProgress
-from ravnest.provider.replicas.files import PartFiles, PartWriter, check_key
+from ravnest.provider.replicas.coded_parts import ArrivingPart
+from ravnest.provider.replicas.files import PartFiles, check_key
 from ravnest.provider.replicas.links import PartLink, PartLinks
 from ravnest.provider.replicas.transfer import MAX_BYTES, PartArrivals, PartRefusedError
 
@@ -77,10 +78,8 @@ class ReplicaHolder:
     async def _take_all(self, order: Hold, link: PartLink, max_bytes: int) -> None:
         """Receive parts until the link fails."""
 
-        def begin(replica: int, size_bytes: int) -> PartWriter:
-            if size_bytes > max_bytes:
-                raise RunError(f"a part of {size_bytes:,} bytes is more than the {max_bytes:,} its stage can need")
-            return self._files.begin(order.key, replica, size_bytes)
+        def begin(replica: int, size_bytes: int) -> ArrivingPart:
+            return ArrivingPart(self._files, order.key, replica, size_bytes, max_bytes)
 
         arrivals = PartArrivals(await link.connected(None), begin)
         while True:

@@ -16,10 +16,11 @@ from torch import Tensor
 from ravnest.background import BackgroundTasks, in_thread
 from ravnest.errors import PeerError, error_text
 from ravnest.net.v1.control_pb2 import ProviderMessage, Replicate, Replicated
+from ravnest.provider.replicas.coded_parts import CodedSender, HeldCopy
 from ravnest.provider.replicas.files import PartFiles, PartWriter, ReplicaPart, check_key
 from ravnest.provider.replicas.links import PartLink, PartLinks
 from ravnest.provider.replicas.outgoing import OutgoingTransfers
-from ravnest.provider.replicas.transfer import send_part
+from ravnest.state.codings import check_coding
 
 Tell = Callable[[ProviderMessage], Awaitable[None]]
 """Sends a message to the coordinator; PeerError when the session is over."""
@@ -34,7 +35,7 @@ class ReplicaOwner:
 
     def __init__(self, files: PartFiles, links: PartLinks, tell: Tell, sending: OutgoingTransfers) -> None:
         """Transfers to the holder are listed in `sending`, and take their turns in its budget."""
-        self._sending = sending
+        self._sender = CodedSender(files, sending)
         self._files = files
         self._links = links
         self._tell = tell
@@ -50,6 +51,7 @@ class ReplicaOwner:
     def follow(self, order: Replicate) -> None:
         """Send the parts of this stage to this holder from now on, also a part that is being sent to another one."""
         check_key(order.key)
+        check_coding(order.coding)
         before, self._link = self._link, self._links.add(order.holder) if order.holder.node else None
         self._order = order
         if before is not None:
@@ -116,34 +118,42 @@ class ReplicaOwner:
                 writer.discard()
             await self._say(name, part, *await self._hand_over(part))
 
-    async def _hand_over(self, part: ReplicaPart) -> tuple[str, str]:
+    async def _hand_over(self, part: ReplicaPart) -> "tuple[_Held | None, str]":
         """The holder that has the part now, or why no holder has it."""
         while True:
             order, link = self._order, self._link
             if order is None or order.key != part.key or link is None:
-                return "", ""
+                return None, ""
             try:
-                limit = order.max_bytes_per_second
-                with self._sending.sending("replica", part.key, part.size_bytes) as sending:
-                    transfer = self._sending.budget.transfer("replica", max_bytes_per_second=limit)
-                    await send_part(await link.connected(), part, transfer, sending.reached)
-                return order.holder.node, ""
+                link_now, node = await link.connected(), order.holder.node
+                coding, limit = check_coding(order.coding), order.max_bytes_per_second
+                return _Held(node, await self._sender.send(link_now, node, part, coding, limit)), ""
             except Exception as error:
                 if self._order is order:
-                    return "", error_text(error)
+                    return None, error_text(error)
 
-    async def _say(self, name: "_PartName", part: ReplicaPart | None = None, holder: str = "", error: str = "") -> None:
+    async def _say(
+        self, name: "_PartName", part: ReplicaPart | None = None, held: "_Held | None" = None, error: str = ""
+    ) -> None:
         said = Replicated(
             key=name.key,
             replica=name.replica,
-            holder=holder,
             size_bytes=0 if part is None else part.size_bytes,
             sha256="" if part is None else part.sha256,
             seconds=time.perf_counter() - name.began,
             error=error,
         )
+        if held is not None:
+            said.holder, said.holder_sha256 = held.node, held.copy.part.sha256
+            said.sent_bytes = held.copy.sent_bytes
         with contextlib.suppress(PeerError):
             await self._tell(ProviderMessage(replicated=said))
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    node: str
+    copy: HeldCopy
 
 
 @dataclass(frozen=True, slots=True)

@@ -265,6 +265,21 @@ def test_a_hash_that_is_none_is_not_believed(bench: Bench, text: str) -> None:
     assert kept is not None and kept.sha256(0) == "0" * 64 and kept.sha256(1) == ""
 
 
+def test_a_holder_with_a_rounded_part_has_a_hash_of_its_own(bench: Bench) -> None:
+    bench.now += 10
+    number = bench.feed(0)
+    for stage, (node, holder) in enumerate(("ab", "ba")):
+        said = Replicated(key=KEYS[stage], replica=number, holder=holder, sha256=str(stage) * 64)
+        said.size_bytes, said.sent_bytes = 1200, 300
+        said.holder_sha256 = "f" * 64 if stage else said.sha256
+        bench.replicas.on_replicated(node, said, [bench.cluster])
+    kept = bench.replicas.newest(bench.cluster)
+    assert kept is not None
+    assert [kept.sha256(0, "a"), kept.sha256(0, "b")] == ["0" * 64, "0" * 64]
+    assert [kept.sha256(1, "b"), kept.sha256(1, "a")] == ["1" * 64, "f" * 64]
+    assert bench.events[-1][1]["sent_bytes"] == 300 and bench.events[-1][1]["bytes"] == 1200
+
+
 def test_what_could_not_be_kept_beyond_a_replica_is_still_missing_when_that_is_complete(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

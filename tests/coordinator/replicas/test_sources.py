@@ -1,5 +1,7 @@
 """State sources: which provider sends which part of a replica to the stages of a new deployment."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -31,6 +33,14 @@ def test_a_stage_starts_from_every_part_that_has_some_of_its_tensors_however_the
     assert [(part.key, part.sha256) for part in found["s"]] == [("old-0-0", "00"), ("old-0-1", "11")]
     assert {part.replica for part in found["s"]} == {7}
     assert choose_transfers(ALL_PRESENT, {"s": graph("")}, {"s"}) == {"s": []}
+
+
+def test_a_part_is_checked_by_the_hash_that_its_sender_has() -> None:
+    replica = replace(ALL_PRESENT.replica, rounded=(("q", "33"), ("", ""), ("", "")))
+    rounded = replace(ALL_PRESENT, replica=replica)
+    for present, sha256 in (({"q", "s"}, "33"), ({"p", "s"}, "00")):
+        assert choose_transfers(rounded, {"s": graph("a")}, present)["s"][0].sha256 == sha256
+    assert choose_transfers(rounded, {"q": graph("a")}, {"p", "q"})["q"][0].sha256 == "33"
 
 
 def test_a_part_on_the_receivers_own_disk_is_not_transferred() -> None:
