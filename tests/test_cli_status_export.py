@@ -19,10 +19,11 @@ from ravnest.coordinator.checkpoints.store import CheckpointStore
 from ravnest.errors import RunError
 from ravnest.graph.weights import stream_tensors
 from ravnest.monitor.events import EventLog
-from ravnest.monitor.run_directory import RunDirectory
+from ravnest.monitor.run_directory import RunDirectory, RunPaths
 from ravnest.monitor.summary import (
     AveragingSummary,
     ClusterSummary,
+    LinkSummary,
     MicrobatchCounts,
     StageSummary,
     Staleness,
@@ -239,3 +240,23 @@ def test_export_passes_over_a_damaged_checkpoint_and_says_so(
 def test_export_into_a_folder_that_is_not_there_is_one_sentence(run: RunDirectory, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"cannot write .*nowhere/model.safetensors"):
         call("export", str(run.path), "--out", str(tmp_path / "nowhere" / "model.safetensors"))
+
+
+def test_status_shows_the_link_of_looked_up_rows_next_to_the_one_between_the_same_stages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [stage] = a_summary().clusters[0].stages
+    forward, rows = LinkSummary(to="p2", route="direct"), LinkSummary(to="p2", route="relayed", codec="int8")
+    root = replace(stage, links=(rows, forward))
+    leaf = replace(
+        stage,
+        provider="p2",
+        stage=1,
+        role="leaf",
+        links=(LinkSummary(to="p1", route="direct"), LinkSummary(to="p1", route="relayed", codec="int8")),
+    )
+    summary = replace(a_summary(), clusters=(replace(a_summary().clusters[0], stages=(root, leaf)),))
+    paths = RunPaths(tmp_path / "run")
+    status.print_state(paths, summary, None, [], [], sys.stdout)
+    links = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("link")]
+    assert links == ["p1 to p2: direct", "p2 to p1 (looked-up rows): relayed, int8"]

@@ -205,15 +205,22 @@ def _flights(summary: Summary) -> list[str]:
 
 
 def _links(summary: Summary) -> list[str]:
-    """State of the link from each stage to the next."""
+    """State of the link from each stage to the next, and from a leaf that looks rows up to the root."""
     lines = []
     for cluster in summary.clusters:
-        for stage, following in itertools.pairwise(cluster.stages):
-            for link in stage.links:
-                if link.to == following.provider:
-                    again = f", connected {units.count(link.connections)} times" if link.connections > 1 else ""
-                    delay = "" if link.delay_seconds is None else f", {1e3 * link.delay_seconds:.3g} ms round trip"
-                    lines.append(f"{stage.provider} to {link.to}: {link.route or 'down'}{delay}{again}")
+        pairs = list(itertools.pairwise(cluster.stages))
+        if pairs and len(cluster.stages[-1].links) > 1:
+            pairs.append((cluster.stages[-1], cluster.stages[0]))
+        for number, (stage, following) in enumerate(pairs):
+            # The link to the stage before comes first; with two stages, both links may lead to the same one.
+            link = next((link for link in reversed(stage.links) if link.to == following.provider), None)
+            if link is None:
+                continue
+            again = f", connected {units.count(link.connections)} times" if link.connections > 1 else ""
+            delay = "" if link.delay_seconds is None else f", {1e3 * link.delay_seconds:.3g} ms round trip"
+            rows = " (looked-up rows)" if number == len(cluster.stages) - 1 else ""
+            coded = "" if link.codec == "float32" else f", {link.codec}"
+            lines.append(f"{stage.provider} to {link.to}{rows}: {link.route or 'down'}{coded}{delay}{again}")
     return lines
 
 

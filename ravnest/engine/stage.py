@@ -210,7 +210,7 @@ class Stage:
         """
         self.finish_backward()
         gradients = self._gradients
-        self._row_gradients.sum_into(gradients, self._versions.masters, self.version)
+        self._row_gradients.sum_into(gradients, self._versions.masters, self.version, self.settings.accumulate)
         if not gradients.versions or (len(gradients.versions) < self.settings.accumulate and not flush):
             return None
         self._apply(gradients, updates)

@@ -115,7 +115,9 @@ class StageTasks:
             self._stage.add_row_gradients(number, message.values, again=number in self._applied)
         origin = rows.take(number)
         self._measurements.count_in_flight(self._stage.in_flight)
-        if rows.held is not None and rows.held.microbatch == number:
+        if rows.held is not None and (rows.held.microbatch == number or rows.more_to_pass):
+            # Also if these are the rows of an earlier microbatch: it is done then, and the rows of the held one come to
+            # the next update.
             self._apply_held()
         elif rows.are_last:
             # A replay: no further update of this stage's own gradients would include them.

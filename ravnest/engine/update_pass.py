@@ -122,7 +122,7 @@ class UpdatePass:
         return ahead
 
     def _scaling(self, gradients: GradientSum) -> _Scaling:
-        scaling = _Scaling(len(gradients.versions), self._clip_value)
+        scaling = _Scaling(gradients.divisor, self._clip_value)
         if self._clip_norm is None:
             return scaling
         # In the order of the masters: the order of a sum decides about its last digit.

@@ -1,4 +1,5 @@
-"""Uses of weights whose gradients can be computed after all others at no extra cost.
+"""Uses of weights: those whose gradients can be computed after all others at no extra cost, and those that no backward
+reads.
 
 The backward of a product or convolution consists of two independent products: one for the input, one for the weight.
 The second can wait until the gradient of the input has been sent. If the weight was transposed, normalised or otherwise
@@ -11,6 +12,7 @@ from typing import Final
 
 from ravnest.graph import ops
 from ravnest.graph.aliasing import Aliases, written_names
+from ravnest.graph.cutting.lookups import is_lookup, looked_up
 from ravnest.graph.portable import Node, PortableGraph
 
 _SEPARABLE: Final = frozenset(
@@ -40,6 +42,21 @@ def weight_uses(graph: PortableGraph) -> dict[str, tuple[str, ...]]:
         elif not ops.is_python(node.op) and ops.short_name(node.op) in _SEPARABLE and node.grad:
             uses[node.name] = tuple(sorted(found))
     return uses
+
+
+def unread_weights(graph: PortableGraph) -> frozenset[str]:
+    """The trained parameters that no backward reads: the gradient of a lookup needs the numbers of its rows alone."""
+    specs = {spec.name: spec for spec in graph.parameters}
+    aliases = Aliases(graph)
+    written = {aliases.group(name) for node in graph.nodes for name in written_names(node)}
+    looked_up_only = {name for name in specs if aliases.group(name) not in written}
+    used: set[str] = set()
+    for node in graph.nodes:
+        lookup = looked_up(node) if is_lookup(node, specs) else None
+        used.update(name for name in node.references() if name in specs)
+        looked_up_only -= {name for name in node.references() if name != lookup}
+    read = {*(value.name for value in graph.sends), *graph.metrics.values(), graph.loss}
+    return frozenset((looked_up_only & used) - read)
 
 
 def _is_plain(node: Node) -> bool:

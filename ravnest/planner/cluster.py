@@ -49,9 +49,10 @@ class StageCost:
     """Sending to both neighbours, over the provider's own line."""
     down_seconds: float
     line_seconds: float
-    """The line to the stage before, in its slower direction."""
+    """The line to the stage before, in its slower direction; for a root that gets looked-up rows from the leaf, the
+    line to the leaf."""
     trip_seconds: float
-    """Its part of the round trip of a microbatch, with the line to the stage before."""
+    """Its part of the round trip of a microbatch, with that line."""
     memory_bytes: float
     parameter_bytes: float
     fed_bytes: float
@@ -59,9 +60,12 @@ class StageCost:
     """Bytes that the coordinator relays between it and the stage before, both ways."""
     saved_bytes: float = 0.0
     """Activations of one microbatch, kept for its backward."""
+    unread_bytes: float = 0.0
+    """The part of `parameter_bytes` that no backward reads."""
     codec: str = "float32"
-    """Codec of the link to the stage before."""
+    """Codec of the same link."""
     codec_reason: str = ""
+    """Why the link has this codec; empty without a link."""
 
     @property
     def seconds(self) -> float:
@@ -94,6 +98,22 @@ class Cluster:
         return tuple(stage.provider for stage in self.stages)
 
     @property
+    def looks_up(self) -> bool:
+        """Whether the leaf has a link to the root, for looked-up rows."""
+        return len(self.stages) > 1 and bool(self.stages[0].codec_reason)
+
+    def before(self, stage: int) -> int | None:
+        """The stage that sends this one activations or looked-up rows; None for a root without rows."""
+        if stage:
+            return stage - 1
+        return len(self.stages) - 1 if self.looks_up else None
+
+    def neighbours(self, stage: int) -> tuple[int, ...]:
+        """The stages that this one has links with, each once."""
+        after = next((k for k in range(len(self.stages)) if self.before(k) == stage), None)
+        return tuple(dict.fromkeys(k for k in (self.before(stage), after) if k is not None))
+
+    @property
     def busiest_seconds(self) -> float:
         return max(stage.seconds for stage in self.stages)
 
@@ -111,9 +131,14 @@ class Cluster:
     @property
     def enough_in_flight(self) -> int:
         """The number in flight that keeps the cluster busy when microbatches also wait at busy stages and lines."""
+        return self.enough_in_flight_at(self.busiest_seconds)
+
+    def enough_in_flight_at(self, period_seconds: float) -> int:
+        """The same if a microbatch begins only once in this time, because something else limits the cluster."""
         computing = [stage.compute_seconds for stage in self.stages]
         there_and_back = 2 * [stage.line_seconds for stage in self.stages]
-        return enough_in_flight(self.round_trip_seconds, computing, self.busiest_seconds, there_and_back)
+        period = max(period_seconds, self.busiest_seconds)
+        return enough_in_flight(self.round_trip_seconds, computing, period, there_and_back)
 
     @property
     def line_seconds(self) -> float:
@@ -216,8 +241,9 @@ def compute_seconds(model: ModelCosts, goal: Goal, provider: Provider) -> Table:
         frames, handled = frames + 2.0 * has_rows, handled + 2.0 * model.rows_bytes * has_rows
     # A leaf updates its weights in place: no microbatch in flight holds them, and its gradients are never stale.
     kept = model.code_byte_seconds if goal.policy.coded else model.copy_byte_seconds
-    byte = goal.policy.keeps_weights * kept + model.stale_byte_seconds
-    older = model.between(model.parameter_bytes) * byte * ~ends[None, :]
+    versioned = model.between(model.versioned_bytes(recomputes=not goal.policy.keeps_activations))
+    older = goal.policy.keeps_weights * kept * versioned
+    older = (older + model.stale_byte_seconds * model.between(model.parameter_bytes)) * ~ends[None, :]
     step = (model.step_seconds + older) / provider.memory_speed
     seconds = work + step + frames * FRAME_SECONDS + handled / HANDLED_BYTES_PER_SECOND
     # A machine that pretends to be slower waits for most of that time, and does its other work meanwhile.
@@ -241,10 +267,16 @@ def memory_bytes(model: ModelCosts, goal: Goal, in_flight: int) -> Table:
     averaging = goal.average_memory if goal.max_clusters != 1 else 0.0
     # Accumulated gradients are held next to those of the current microbatch.
     summed = 1.0 if goal.accumulate > 1 else 0.0
-    held = 2.0 + summed + model.state_bytes_per_byte + averaging + older[None, :]
+    held = 2.0 + summed + model.state_bytes_per_byte + averaging
+    versioned = model.between(model.versioned_bytes(recomputes=not policy.keeps_activations))
+    # The latest prediction has all weights.
+    predicted = (parameters - versioned) * (
+        policy.keeps_weights and not policy.coded and goal.predicts and in_flight > 1
+    )
+    versions = versioned * older[None, :] + predicted * (older[None, :] > 0)
     kept = saved if policy.keeps_activations else np.zeros_like(saved)
     activations = saved + (flying[None, :] - 1.0) * kept + queued_bytes(model, in_flight)
-    total: Table = SPARE * (parameters * held + activations)
+    total: Table = SPARE * (parameters * held + versions + activations)
     return total
 
 
@@ -264,7 +296,7 @@ def cluster_of(
     compute = [float(compute_seconds(model, goal, p)[bounds[k], bounds[k + 1]]) for k, p in enumerate(order)]
     codecs = choose_codecs(lines, goal, compute, in_flight)
     loads = lines.loads([chosen.codec for chosen in codecs])
-    stages = []
+    stages, unread = [], model.unread_bytes
     for number, (provider, load) in enumerate(zip(order, loads, strict=True)):
         i, j = bounds[number], bounds[number + 1]
         has_link = number > 0 or len(codecs) == len(order)
@@ -283,6 +315,7 @@ def cluster_of(
                 memory_bytes=float(held[i, j]),
                 parameter_bytes=float(model.parameter_bytes[j] - model.parameter_bytes[i]),
                 fed_bytes=float(model.fed_bytes[i, j]),
+                unread_bytes=0.0 if unread is None else float(unread[j] - unread[i]),
                 saved_bytes=float(model.saved_bytes[j] - model.saved_bytes[i]),
                 relayed_bytes=sum(lines.links[number - 1].carried(chosen.codec)) if relayed else 0.0,
                 codec=chosen.codec,

@@ -14,6 +14,7 @@ from ravnest.graph import ops
 from ravnest.graph.cutting.layout import Layout, layout
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.graph.profile import CostProfile
+from ravnest.graph.weight_uses import unread_weights
 from ravnest.planner.model_costs import ModelCosts, Table
 from ravnest.planner.module_depth import module_depths
 
@@ -66,6 +67,7 @@ def count_costs(
         ),
         samples=costs.samples,
         operators=sums("operators"),
+        unread_bytes=sums("unread_bytes") if amounts["unread_bytes"].any() else None,
         states=sums("states"),
         step_seconds=costs.update.step_seconds + costs.stage_seconds,
         copy_byte_seconds=costs.update.copy_byte_seconds,
@@ -114,11 +116,13 @@ def _amounts(graph: PortableGraph, costs: CostProfile, plan: Layout) -> Mapping[
             amounts["light"][-1] += 2 * cost.forward_seconds
             amounts["light_forward"][-1] += cost.forward_seconds
             amounts["operators"][-1] += 1
+    unread = unread_weights(graph)
     for parameter in graph.parameters:
         if (first := plan.first_use.get(parameter.name)) is not None:
             size = torch.Size(parameter.shape).numel() * parameter.dtype.itemsize
             amounts["parameters"][first] += 1
             amounts["parameter_bytes"][first] += size
+            amounts["unread_bytes"][first] += size * (parameter.name in unread)
             amounts["light"][first] += costs.update.parameter_seconds + costs.update.byte_seconds * size
     for place in plan.state_use.values():
         amounts["states"][place] += 1

@@ -45,6 +45,8 @@ class ModelCosts:
     samples: int
     operators: Table | None = None
     """Number of operators, if known."""
+    unread_bytes: Table | None = None
+    """Parameters that no backward reads, such as tables whose rows are only looked up; None: there are none."""
     states: Table | None = None
     """Number of buffers that training changes, if known."""
     step_seconds: float = 0.0
@@ -91,6 +93,15 @@ class ModelCosts:
     def legal(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Whether a stage may lie from place i to place j: j comes after i, and the stage owns a parameter."""
         return np.triu(self.parameters[None, :] > self.parameters[:, None], 1)
+
+    def versioned_bytes(self, *, recomputes: bool) -> Table:
+        """Sums of the parameters of which a policy that keeps weights keeps versions: those that a backward reads, or
+        all if it `recomputes` the forward."""
+        return (
+            self.parameter_bytes
+            if recomputes or self.unread_bytes is None
+            else self.parameter_bytes - self.unread_bytes
+        )
 
     @cached_property
     def fed_bytes(self) -> Table:
@@ -160,6 +171,7 @@ class ModelCosts:
             backward_bytes=self.backward_bytes[index],
             input_uses=self.input_uses[:, index],
             operators=None if self.operators is None else self.operators[index],
+            unread_bytes=None if self.unread_bytes is None else self.unread_bytes[index],
             states=None if self.states is None else self.states[index],
             plain_bytes=None if self.plain_bytes is None else (self.plain_bytes[0][index], self.plain_bytes[1][index]),
             module_depth=None if self.module_depth is None else self.module_depth[index],

@@ -68,6 +68,9 @@ class ClusterPlan:
     """Which stages split their backward, and why; empty with a single stage."""
     max_in_flight: int = 1
     """The number that memory and the staleness bound allow, should more be needed than planned."""
+    cores_in_use: float = 0.0
+    """How many of its stages compute at once on average while the cores of shared hosts are the limit; 0 if they are
+    not."""
     feed_seconds: float = 0.0
     """Time for the report of a completed microbatch to reach the coordinator, and for the next microbatch to reach the
     stage that waits longest for it."""

@@ -11,6 +11,8 @@ from ravnest.units import decimal_size, megabits, sample_rate
 RESULT_BYTES: Final = 256
 """Bytes on the requester's line of a message that a stage sends about a microbatch: its losses, or that it is done."""
 
+_CLOSE: Final = 1e-9
+
 
 @dataclass(frozen=True, slots=True)
 class Totals:
@@ -45,6 +47,18 @@ def totals(goal: Goal, network: Network, providers: Mapping[str, Provider], clus
         )
     worth = sum(rate * goal.worth(cluster.needed_in_flight) for rate, cluster in zip(rates, clusters, strict=True))
     return Totals(rates, averaging, predicted, worth * kept, limit)
+
+
+def period_on_hosts(
+    network: Network, providers: Mapping[str, Provider], clusters: Sequence[Cluster]
+) -> tuple[float, ...]:
+    """By cluster, the time from one microbatch to the next if the resources of its hosts are the limit; 0 if they are
+    not."""
+    rates, _ = _sharing_hosts(network, providers, clusters)
+    return tuple(
+        cluster.samples / rate if rate < cluster.samples_per_second * (1 - _CLOSE) else 0.0
+        for rate, cluster in zip(rates, clusters, strict=True)
+    )
 
 
 def averaging_seconds(goal: Goal, providers: Mapping[str, Provider], clusters: Sequence[Cluster]) -> float:

@@ -1,6 +1,5 @@
 """Text form of a plan: the predicted rate, each cluster as a diagram and a table, the standbys, and the reasons."""
 
-import itertools
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -170,7 +169,7 @@ def _cluster_line(dry: DryRun, number: int) -> Text:
         f"{dry.staleness(cluster)}",
     )
     text.append(f"\nlimited by {words_of(_limit(dry, number))}\nmachines {_range(speeds)} times as fast as this one")
-    rates = [line.bytes_per_second for k in range(1, len(providers)) for line in dry.line_before(cluster, k) or ()]
+    rates = [line.bytes_per_second for k in range(len(providers)) for line in dry.line_before(cluster, k) or ()]
     if rates:
         slow, fast = rate(min(rates)), rate(max(rates))
         text.append(f", lines of {slow}" if slow == fast else f", lines of {slow} to {fast}")
@@ -231,10 +230,11 @@ def _rings(dry: DryRun) -> Iterator[str]:
 def _coded_links(dry: DryRun) -> Iterator[str]:
     """Links with a lossy codec, and why."""
     coded = [
-        f"{words_of(before.provider)} to {words_of(stage.provider)} in {stage.codec_reason}"
+        f"{words_of(cluster.stages[before].provider)} to {words_of(stage.provider)}"
+        f"{' (looked-up rows)' if before > number else ''} in {stage.codec_reason}"
         for cluster in dry.clusters
-        for before, stage in itertools.pairwise(cluster.stages)
-        if stage.codec != "float32"
+        for number, stage in enumerate(cluster.stages)
+        if (before := cluster.before(number)) is not None and stage.codec != "float32"
     ]
     yield from coded[:SHOWN_LINKS]
     if len(coded) > SHOWN_LINKS:

@@ -63,17 +63,20 @@ class DryRun:
         return self.plan.basis.model
 
     def line_before(self, cluster: Cluster, stage: int) -> tuple[Line, Line] | None:
-        """The line from the previous stage, and the line back to it; None for the first stage."""
-        if stage == 0:
+        """The line from the previous stage, and the line back to it; for a first stage that gets looked-up rows from
+        the last, the lines between these two; None without a link."""
+        previous = cluster.before(stage)
+        if previous is None:
             return None
-        before, here = (self.providers[cluster.stages[k].provider] for k in (stage - 1, stage))
+        before, here = (self.providers[cluster.stages[k].provider] for k in (previous, stage))
         return self.network.line(before, here), self.network.line(here, before)
 
     def relayed(self, cluster: Cluster, stage: int) -> bool:
-        """Whether traffic between this stage and the previous one goes through the requester."""
-        if stage == 0:
+        """Whether traffic between this stage and the previous one, as of `line_before`, goes through the requester."""
+        previous = cluster.before(stage)
+        if previous is None:
             return False
-        before, here = (self.providers[cluster.stages[k].provider] for k in (stage - 1, stage))
+        before, here = (self.providers[cluster.stages[k].provider] for k in (previous, stage))
         return self.network.relayed(before, here)
 
     def staleness(self, cluster: Cluster) -> int:

@@ -11,13 +11,17 @@ from ravnest.engine.inbox.applied import Applied
 from ravnest.engine.inbox.inbox import Inbox
 from ravnest.engine.messages import Message
 from ravnest.engine.schedule import Task
+from ravnest.engine.speed.pretended_pace import NO_PRETENCE, Pace
 from ravnest.engine.stage import Stage
+from ravnest.engine.stage_tasks import StageTasks
+from ravnest.engine.telemetry.counters import Counters
+from ravnest.engine.telemetry.measurements import Measurements
 from ravnest.errors import PeerError
 from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.cutting.layout import layout
 from ravnest.graph.cutting.partition import split
 from ravnest.spec import OptimizerSpec
-from tests.engine.stages import stages_of
+from tests.engine.stages import SilentOutbox, stages_of
 
 SGD = OptimizerSpec("SGD", {"lr": 0.1})
 VOCABULARY, WIDTH = 20, 6
@@ -44,12 +48,16 @@ def captured() -> Captured:
     return capture(NormedHead(), F.cross_entropy, {}, batches)
 
 
-@pytest.fixture
-def stages(captured: Captured) -> list[Stage]:
+def two_stages(captured: Captured, **settings: Any) -> list[Stage]:
     graph = captured.graph
     plan = layout(graph)
     cut = next(cut for cut in plan.cuts if cut > plan.first_use["p_model_first_weight"])
-    return stages_of(captured, split(graph, [cut]), SGD)
+    return stages_of(captured, split(graph, [cut]), SGD, **settings)
+
+
+@pytest.fixture
+def stages(captured: Captured) -> list[Stage]:
+    return two_stages(captured)
 
 
 def fed(captured: Captured) -> dict[str, Any]:
@@ -78,6 +86,84 @@ def test_rows_that_come_back_without_a_gradient_make_no_update(captured: Capture
     leaf.look_up(0, fed(captured))
     leaf.add_row_gradients(0, {})
     assert leaf.update(0, flush=True) is None and leaf.version == 0
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_rows_that_an_earlier_update_lacked_have_the_weight_that_they_would_have_had_in_it(
+    captured: Captured, accumulate: int
+) -> None:
+    leaf = two_stages(captured, accumulate=accumulate)[1]
+    before = leaf.state_tensors()["param:embedding.weight"].clone()
+    rows = leaf.look_up(0, fed(captured))
+    leaf.add_row_gradients(0, {name: torch.ones_like(tensor) for name, tensor in rows.items()})
+    update = leaf.update(0, flush=True)
+    assert update is not None and update.rows == (0,) and leaf.version == 1
+    [tokens] = (fed(captured)[v.name] for v in leaf.graph.inputs if v.name == "inputs")
+    counts = torch.bincount(tokens, minlength=VOCABULARY).float()[:, None].expand(-1, WIDTH)
+    assert torch.allclose(before - leaf.state_tensors()["param:embedding.weight"], 0.1 / accumulate * counts)
+
+
+def test_a_microbatch_is_done_when_its_rows_are_back_although_the_held_update_waits_for_others(
+    captured: Captured,
+) -> None:
+    leaf = two_stages(captured)[1]
+    outbox, values = _Done(), fed(captured)
+    inbox = Inbox(leaf.graph, leaf.settings, applied := Applied(), announced=True)
+    tasks = StageTasks(
+        leaf, outbox, inbox, applied, Measurements(Counters(), Pace(NO_PRETENCE, leaf.device, False), outbox.worked)
+    )
+    root = two_stages(captured)[0]
+    rows: dict[int, dict[str, Any]] = {}
+    for number in range(3):
+        own = {v.name: values[v.name] for v in leaf.graph.inputs}
+        inbox.feed(Message(number, own))
+        tasks.run(Task.LOOKUP, inbox.take(Task.LOOKUP))
+        rows[number] = outbox.sent.pop()
+    for number in range(2):
+        given = {v.name: (values | rows[number])[v.name] for v in (*root.graph.inputs, *root.graph.from_stages)}
+        inbox.receive_forward(Message(number, root.forward(number, given)))
+        tasks.run(Task.FORWARD, inbox.take(Task.FORWARD))
+    assert leaf.version == 1, "the update of microbatch 1 waits for its rows"
+    inbox.receive_backward(Message(0, {name: torch.zeros_like(row) for name, row in rows[0].items()}))
+    tasks.run(Task.BACKWARD, inbox.take(Task.BACKWARD))
+    assert outbox.finished == [0] and leaf.version == 2 and 0 in applied
+    assert 1 not in applied and applied.has_own(1)
+
+
+class _Done(SilentOutbox):
+    """Keeps the rows that were sent, and the microbatches that are done."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.finished: list[int] = []
+
+    def forward(self, message: Message) -> None:
+        self.sent.append(dict(message.values))
+
+    def done(self, message: Message) -> None:
+        self.finished.append(message.microbatch)
+
+
+def test_a_microbatch_counts_once_towards_the_most_that_may_wait_wherever_it_is(
+    captured: Captured, stages: list[Stage]
+) -> None:
+    _, leaf = stages
+    values = fed(captured)
+    own = {v.name: values[v.name] for v in leaf.graph.inputs}
+
+    def accepted(looked_up: bool) -> int:
+        inbox = Inbox(leaf.graph, leaf.settings, Applied(), announced=True)
+        for number in range(10_000):
+            try:
+                inbox.feed(Message(number, own))
+            except PeerError as error:
+                assert "more than can be in flight" in str(error)
+                return number
+            if looked_up:
+                inbox.take(Task.LOOKUP)
+        raise AssertionError("there is no limit")
+
+    assert accepted(looked_up=True) == accepted(looked_up=False) >= 64
 
 
 def test_activations_and_gradients_are_refused_before_their_time(captured: Captured, stages: list[Stage]) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from ravnest.graph.capture.capture import capture
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.program import Program, WeightUse
-from ravnest.graph.weight_uses import weight_uses
+from ravnest.graph.weight_uses import unread_weights, weight_uses
 
 Tensor = torch.Tensor
 
@@ -98,3 +98,29 @@ def test_set_apart_or_not_the_same_comes_out_and_no_gradient_passes_by(model: ty
     only = {name for used in weight_uses(graph).values() for name in used if name in weights}
     reached = torch.autograd.grad(found, [weights[name] for name in sorted(only)], allow_unused=True)
     assert reached == (None,) * len(only)
+
+
+class TwoTables(nn.Module):
+    """One table is only looked up in; the other is the head, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.tokens = nn.Embedding(6, 4), nn.Embedding(5, 4)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return self.layer(self.positions(numbers) + self.tokens(numbers)) @ self.tokens.weight.t()
+
+
+def test_the_backward_of_a_table_that_is_only_looked_up_in_does_not_read_it() -> None:
+    numbers = torch.randint(5, (3, 2))
+    captured = capture(
+        TwoTables(), lambda out, y: (out.sum(-1) - y).square().mean(), {}, [(numbers, torch.zeros(3, 2))]
+    )
+    names = {spec.name: spec.key for spec in captured.graph.parameters}
+    assert [names[name] for name in unread_weights(captured.graph)] == ["positions.weight"]
+
+
+def test_a_backward_may_read_every_weight_of_a_model_without_lookups() -> None:
+    captured = capture(Net(), F.mse_loss, {}, [(torch.randn(5, 4), torch.randn(5, 4))])
+    assert not unread_weights(captured.graph)

@@ -105,6 +105,7 @@ def a_model(random: Random) -> ModelCosts:
         parameter_bytes=sums(1e7),
         parameters=np.arange(PLACES, dtype=float),
         saved_bytes=sums(1e7),
+        unread_bytes=sums(1e5) if random.random() < 0.5 else None,
         forward_bytes=crossing(1e6),
         backward_bytes=crossing(8e5),
         input_bytes=(2e5, 300.0),
@@ -172,6 +173,7 @@ class Case:
             "light_forward": model.light_forward_seconds,
             "parameter_bytes": model.parameter_bytes,
             "saved": model.saved_bytes,
+            "versioned": model.versioned_bytes(recomputes=self.goal.versions in ("recompute", "latest")),
         }
         return {
             **{name: float(table[j] - table[i]) for name, table in sums.items()},

@@ -1,6 +1,7 @@
 """A made-up model and plans of it, for what shows plans."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -67,9 +68,11 @@ def dry_run_of(
     goal: Goal | None = None,
     in_flight: int = 5,
     explained: bool = False,
+    rows_bytes: float = 0.0,
 ) -> DryRun:
     """The plan with these clusters, each cut into stages of about as many layers."""
-    costs, goal, network = model(), goal or Goal(), network or Network({}, Requester("", 5e6, 12.5e6))
+    costs = replace(model(), rows_bytes=rows_bytes)
+    goal, network = goal or Goal(), network or Network({}, Requester("", 5e6, 12.5e6))
     everyone = {p.name: p for p in (*(p for cluster in clusters for p in cluster), *standbys)}
     made = []
     for members in clusters:

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from ravnest import units
-from ravnest.planner.problem import Network, Provider
+from ravnest.planner.problem import Goal, Network, Provider
 from ravnest.preview.as_text import SHOWN_ROWS, limit_word, print_plan
 from ravnest.preview.diagram import PLAIN, picture, rate
 from ravnest.preview.dry_run import DryRun
@@ -172,3 +172,15 @@ def test_the_limit_of_a_stage_in_a_word_is_the_one_in_its_sentence() -> None:
         for cluster in dry.clusters:
             for stage in cluster.stages:
                 assert words[limit_word(stage)] in stage.limit
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_link_of_looked_up_rows_is_shown_with_its_codec(count: int) -> None:
+    order = machines("anna", "ben", "carla")[:count]
+    goal = Goal(codecs=("int8",))
+    tied = dry_run_of([order], goal=goal, rows_bytes=1e6)
+    text = " ".join(shown(tied, 120).split())
+    assert f"{order[-1].name} to anna (looked-up rows) in int8" in text
+    assert "(looked-up rows)" not in shown(dry_run_of([order], goal=goal), 120)
+    there = tied.line_before(tied.clusters[0], 0)
+    assert there is not None and there[0] == tied.network.line(order[-1], order[0])

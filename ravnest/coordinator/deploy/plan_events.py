@@ -28,10 +28,14 @@ def tell_plan(context: RunContext, plan: Plan, job: Job) -> None:
         if cluster.split_reason:
             split = [stage.stage for stage in cluster.stages if stage.split_backward]
             context.emit("split_backward", cluster.split_reason, cluster=cluster.id, stages=split)
-        for stage in cluster.stages[1:]:
+        for stage in cluster.stages:
+            before = cluster.cost.before(stage.stage)
+            if before is None:
+                continue
+            rows = ", looked-up rows" if before > stage.stage else ""
             context.emit(
                 "codec",
-                f"stage {stage.stage - 1} to {stage.stage}: {stage.cost.codec_reason}",
+                f"stage {before} to {stage.stage}{rows}: {stage.cost.codec_reason}",
                 cluster=cluster.id,
                 stage=stage.stage,
                 codec=stage.codec,

@@ -72,7 +72,11 @@ class StageNow:
     missing: tuple[Missing, ...] = ()
     sends: StateSent | None = None
     unconfirmed: tuple[tuple[str, int], ...] = ()
-    """Frames that neighbours have not confirmed, by provider."""
+    """Frames that neighbours have not confirmed, by provider. Two stages may have two links with each other."""
+
+    def unconfirmed_by(self, node: str) -> int:
+        """Frames that this neighbour has not confirmed."""
+        return sum(count for neighbour, count in self.unconfirmed if neighbour == node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +281,7 @@ class _ClusterText:
 
     def _stuck(self, one: int, other: int) -> str:
         stages = self._cluster.stages
-        frames = dict(stages[one].unconfirmed).get(stages[other].node, 0)
-        frames += dict(stages[other].unconfirmed).get(stages[one].node, 0)
+        frames = stages[one].unconfirmed_by(stages[other].node) + stages[other].unconfirmed_by(stages[one].node)
         return f" ({counted(frames, 'frame is', 'frames are')} not confirmed)" if frames else ""
 
 

@@ -29,6 +29,9 @@ _AGAIN_TIMES: Final = 2.0
 _KINDS: Final = frozenset({*BUSY_KINDS, "wait"})
 _WHATS: Final[Mapping[str, MissingKind]] = {"feed": "feed", "forward": "forward", "gradient": "gradient"}
 _MAX_MISSING: Final = 8
+_MAX_LINKS: Final = 2
+"""A stage has a link to the stage before and one to the stage after. A leaf that looks rows up counts as the stage
+before the root."""
 _MAX_SECONDS: Final = 1e9
 
 
@@ -126,7 +129,7 @@ def stage_now(node: str, report: Report | None, silent_seconds: float) -> StageN
         seconds=_seconds(activity.seconds) + silent_seconds,
         missing=_missing(report),
         sends=StateSent(sent[0].done_bytes, sent[0].total_bytes, _seconds(sent[0].still_seconds)) if sent else None,
-        unconfirmed=tuple((link.node, link.unconfirmed) for link in report.links[:2]),
+        unconfirmed=tuple((link.node, link.unconfirmed) for link in report.links[:_MAX_LINKS]),
     )
 
 

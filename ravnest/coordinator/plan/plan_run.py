@@ -40,6 +40,7 @@ from ravnest.planner.problem import Goal, Line, Network, Pair, Provider
 from ravnest.planner.proposal import Proposal
 from ravnest.planner.reliability import expected_absent
 from ravnest.planner.search.fixed_layout import ClusterLayout, laid_out
+from ravnest.planner.search.preference.few_in_flight import cores_in_use
 from ravnest.planner.search.preference.settle import settled
 from ravnest.planner.search.search import form
 from ravnest.planner.search.split_choice import choose_split, split_reason
@@ -220,6 +221,7 @@ def _cluster_plans(prepared: PreparedJob, basis: Basis, found: Proposal) -> tupl
         # A cluster alone keeps nothing for averaging.
         goal = replace(goal, min_clusters=1, max_clusters=1)
     plans = []
+    in_use = cores_in_use(basis.network, providers, found.clusters)
     for number, (cluster, rate) in enumerate(zip(found.clusters, found.rates, strict=True)):
         choices = [
             choose_split(
@@ -238,6 +240,7 @@ def _cluster_plans(prepared: PreparedJob, basis: Basis, found: Proposal) -> tupl
                 samples=cluster.samples,
                 split_reason=split_reason(choices),
                 max_in_flight=max_in_flight(basis.model, goal, providers, cluster),
+                cores_in_use=in_use[number],
                 feed_seconds=feed_seconds(cluster, providers),
             )
         )

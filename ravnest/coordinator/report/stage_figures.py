@@ -59,9 +59,11 @@ def shares_in_words(shares: Mapping[str, float]) -> str:
 
 
 def _link_codec(stage: StagePlan, stages: Sequence[StagePlan], *, is_next: bool) -> str:
-    """The codec of the link to the next stage, or to the previous one."""
-    after = stage.stage + is_next
-    return next((other.codec for other in stages if (other.cluster, other.stage) == (stage.cluster, after)), "float32")
+    """The codec of the link to the next stage, or to the previous one. The stage next to a leaf that looks rows up is
+    the root."""
+    own = {other.stage: other for other in stages if other.cluster == stage.cluster}
+    after = own.get((stage.stage + is_next) % max(1, len(own)))
+    return "float32" if after is None else after.codec
 
 
 def _busy_fraction(report: Report) -> float:

@@ -52,6 +52,7 @@ class InFlightLimits:
                 cluster.plan.max_in_flight,
                 cluster.plan.cost.line_seconds,
                 looks_up=cluster.plan.looks_up,
+                cores_in_use=cluster.plan.cores_in_use,
             )
             for cluster in clusters
             if not fixed and len(cluster.plan.stages) > 1
@@ -70,9 +71,14 @@ class InFlightLimits:
         """A cluster has been rebuilt: its stages count from zero, and at least one of them may be at another
         provider, so that earlier counts say nothing."""
         if cluster.id in self._controls:
-            stages, wanted = len(cluster.plan.stages), self._controls[cluster.id].wanted
-            most, looks_up = cluster.plan.max_in_flight, cluster.plan.looks_up
-            self._controls[cluster.id] = FlightControl(stages, wanted, most, looks_up=looks_up)
+            plan, wanted = cluster.plan, self._controls[cluster.id].wanted
+            self._controls[cluster.id] = FlightControl(
+                len(plan.stages),
+                wanted,
+                plan.max_in_flight,
+                looks_up=plan.looks_up,
+                cores_in_use=plan.cores_in_use,
+            )
             self._follow_rate(cluster)
 
     def restart(self) -> None:

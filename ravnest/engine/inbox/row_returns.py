@@ -2,7 +2,8 @@
 
 The gradients of a leaf's own pass are there first. Those of the rows come back when the microbatch ends, while the leaf
 has passed over the next ones. So the update of a microbatch waits for its rows as long as the leaf has nothing else to
-do, and otherwise leaves them to the next update. With one microbatch in flight every update has the whole gradient.
+do and no rows of an earlier microbatch come back, and otherwise leaves them to the next update. With one microbatch in
+flight every update has the whole gradient.
 """
 
 from collections.abc import Collection, Sequence
@@ -46,6 +47,11 @@ class RowReturns:
         self._taken.append(message)
         self._summed.append(microbatch)
         return message
+
+    @property
+    def more_to_pass(self) -> bool:
+        """Whether the leaf is still to pass over a microbatch itself, so that another update follows."""
+        return bool(self._not_passed)
 
     @property
     def are_last(self) -> bool:

@@ -25,7 +25,6 @@ or the last digit could differ. The peak memory does not grow, because a backwar
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ from ravnest.errors import TrainingError
 from ravnest.graph.aliasing import Aliases, written_names
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.program import Program, WeightUse
+from ravnest.graph.weight_uses import unread_weights
 from ravnest.version_policy import POLICIES
 
 
@@ -148,6 +148,8 @@ class Passes:
         self._coded: CodedWeights | None = None
         """The current weights, if a forward has used them."""
         versions.on_write = self._before_write
+        if self._keeps_weights and self._keeps_activations and not settings.compiled:
+            versions.unread = unread_weights(graph)
         self._unfinished: _Unfinished | None = None
         self._last: tuple[int, _SavedForward] | None = None
         """On a leaf, the microbatch of the last backward, until its gradients are applied."""
@@ -189,6 +191,8 @@ class Passes:
         changes = self.keeps_activations
         if changes:
             self._keeps_activations = False
+            # A recomputed forward reads every weight again.
+            self._versions.unread = frozenset()
         return changes
 
     def forward(
@@ -215,8 +219,10 @@ class Passes:
         fixed = {**self.states.fixed, **states}
         coded = self._coded_weights(instead) if self._codes_weights else None
         if self._keeps_activations:
-            compute = self._compute if self._keeps_weights else partial(self._compute_without_weights, coded)
-            computed, sent = compute(microbatch, given, leaves, fixed)
+            if self._keeps_weights:
+                computed, sent = self._compute_with_weights(microbatch, given, leaves, fixed)
+            else:
+                computed, sent = self._compute_without_weights(coded, microbatch, given, leaves, fixed)
             saved = _SavedForward(number, None, computed, given, {}, again)
         else:
             saved = _SavedForward(number, None, None, given, before, again, coded)
@@ -355,6 +361,20 @@ class Passes:
         current = self._versions.current.leaves
         weights.release((leaf for use in computed.apart for _, leaf in use.weights), current)
         weights.release(leaves.values(), current)
+        return computed, sent
+
+    def _compute_with_weights(
+        self, microbatch: int, given: dict[str, Any], used: dict[str, torch.Tensor], fixed: Mapping[str, torch.Tensor]
+    ) -> tuple[_Computed, dict[str, Any]]:
+        """Like `_compute`, but the result holds no memory of the weights that no backward reads, unless it is that of
+        the current ones."""
+        unread = {name: used[name].detach().requires_grad_() for name in self._versions.unread}
+        computed, sent = self._compute(microbatch, given, used | unread, fixed)
+        if unread:
+            current = self._versions.current.leaves
+            weights = SavedWeights(unread, CurrentWeights(lambda: current))
+            weights.release((leaf for use in computed.apart for _, leaf in use.weights), current)
+            weights.release(unread.values(), current)
         return computed, sent
 
     def _compute(

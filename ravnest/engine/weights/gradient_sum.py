@@ -12,6 +12,8 @@ class GradientSum:
         self.tensors: dict[str, torch.Tensor] = {}
         self.versions: list[int] = []
         """The version that the forward of each added microbatch used."""
+        self.part_of = 1
+        """The least number of microbatches that the mean is taken over."""
 
     def add(
         self, gradients: Mapping[str, torch.Tensor | None], version: int, others: Iterable[torch.Tensor] = ()
@@ -34,6 +36,11 @@ class GradientSum:
             self.tensors[name] = gradient if own else gradient.clone(memory_format=torch.contiguous_format)
             taken.add(memory)
         self.versions.append(version)
+
+    @property
+    def divisor(self) -> int:
+        """The number that makes the sum a mean."""
+        return max(len(self.versions), self.part_of)
 
     @property
     def mean_version(self) -> float:

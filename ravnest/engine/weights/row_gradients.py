@@ -68,12 +68,17 @@ class RowGradients:
         """Keeps the gradients of the stage's own pass over a microbatch until `sum_into`."""
         self._pass = _Pass(gradients, version, exchanged)
 
-    def sum_into(self, total: GradientSum, masters: Mapping[str, torch.Tensor], version: int) -> None:
-        """Adds all that is here to the sum; `version` is the current one."""
+    def sum_into(
+        self, total: GradientSum, masters: Mapping[str, torch.Tensor], version: int, accumulate: int = 1
+    ) -> None:
+        """Adds all that is here to the sum; `version` is the current one, and `accumulate` the number of microbatches
+        of an update."""
         if self.is_empty:
             return
-        # Without a pass, these are rows of a replayed microbatch: it counts only if no other does.
-        is_counted = self._pass is not None or not total.versions
+        # Without a pass, these are rows of replayed microbatches, whose own gradients are part of earlier updates: they
+        # count as one microbatch only if no other does, and have the weight that they would have had in those updates.
+        is_alone = self._pass is None and not total.versions
+        is_counted = self._pass is not None or is_alone
         own = self._pass or _Pass({}, version, [])
         taken = {gradient.untyped_storage().data_ptr() for gradient in own.exchanged}
         for found in self._rows:
@@ -88,6 +93,8 @@ class RowGradients:
         total.add(own.gradients, own.version, own.exchanged)
         if not is_counted:
             total.versions.pop()
+        if is_alone:
+            total.part_of = accumulate
 
     def pop_microbatches(self) -> tuple[int, ...]:
         """The microbatches whose rows are part of the update that was made."""

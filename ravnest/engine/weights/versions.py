@@ -3,9 +3,12 @@
 Earlier microbatches may update the stage between a microbatch's forward and its backward. Each version is a set of leaf
 tensors over memory of its own. An update writes in place while no microbatch holds the current version, and copies the
 weights to new memory first when one does. The number of copies is therefore the number of versions in use.
+
+Parameters that no backward reads, such as tables whose rows are only looked up, need no versions: every update writes
+them in place.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
@@ -24,20 +27,25 @@ class Version:
 class WeightVersions:
     """The master parameters that the optimizer steps, and the versions of them that are in use."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], number: int = 0) -> None:
+    def __init__(self, parameters: Mapping[str, torch.Tensor], number: int = 0, unread: Collection[str] = ()) -> None:
+        """`unread`: the parameters that no backward reads."""
+        self.unread = frozenset(unread)
         self.masters = {name: torch.nn.Parameter(tensor) for name, tensor in parameters.items()}
         self._current = Version(number, self._leaves())
         self.on_write: Callable[[], None] = lambda: None
         """Called before the current weights change."""
+        self._last_held: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
+        """The leaves that were last given to `acquire`, and those of the version that it returned."""
 
     @property
     def current(self) -> Version:
         return self._current
 
     def acquire(self, instead: dict[str, torch.Tensor] | None = None) -> Version:
-        """The current version, held until `release`. With `instead`, a version of the same number with those leaves."""
+        """The current version, held until `release`. With `instead`, a version of the same number with those leaves,
+        except those of unread parameters."""
         if instead is not None:
-            version = Version(self._current.number, instead)
+            version = Version(self._current.number, self._held(instead))
             version.users = 1
             return version
         self._current.users += 1
@@ -62,7 +70,7 @@ class WeightVersions:
         `memory` is used instead of new memory; it has the shape of the master. An update calls `on_write`, and then
         this for each master instead of `begin_update`, to copy while it steps.
         """
-        if not self._current.users:
+        if not self._current.users or name in self.unread:
             return None
         master = self.masters[name]
         before = master.data
@@ -81,6 +89,14 @@ class WeightVersions:
         """Makes the masters, as written, the current version, under the same number: the change was no update."""
         if self._current.users:
             self._current = Version(self._current.number, self._leaves())
+
+    def _held(self, instead: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if not self.unread:
+            return instead
+        if self._last_held is None or self._last_held[0] is not instead:
+            own = {name: self._current.leaves[name] for name in self.unread}
+            self._last_held = instead, {**instead, **own}
+        return self._last_held[1]
 
     def _leaves(self) -> dict[str, torch.Tensor]:
         # `.data` shares the memory but not the counter by which autograd detects in-place writes. This is safe: a

@@ -49,10 +49,18 @@ class FlightControl:
     """Control of one cluster. `take` may be called whenever a stage reports, in any order of the stages."""
 
     def __init__(
-        self, stages: int, limit: int, most: int, line_seconds: float = 0.0, *, looks_up: bool = False
+        self,
+        stages: int,
+        limit: int,
+        most: int,
+        line_seconds: float = 0.0,
+        *,
+        looks_up: bool = False,
+        cores_in_use: float = 0.0,
     ) -> None:
         """`most` may ever be in flight. `line_seconds` is the planned period if a line is the limit, else 0. With
-        `looks_up`, microbatches begin and end at the leaf, which has a link to the root."""
+        `looks_up`, microbatches begin and end at the leaf, which has a link to the root. `cores_in_use`: how many
+        stages the cores of shared hosts can run at once, if the plan expects these to be the limit, else 0."""
         self.limit = limit
         self.reason = ""
         self.period_seconds = 0.0
@@ -70,6 +78,7 @@ class FlightControl:
         self._done = 0
         """Microbatches of the root."""
         self._counts: list[deque[StageCounts]] = [deque() for _ in range(stages)]
+        self._cores_in_use = cores_in_use
         self._links = stages if looks_up else stages - 1
         self._ends = stages - 1 if looks_up else 0
         """The stage where microbatches begin and end."""
@@ -191,4 +200,5 @@ class FlightControl:
             flying=(last.flight_seconds - first.flight_seconds) / (last.seconds - first.seconds),
             microbatches=min(done for done, _ in periods),
             at_seconds=self._counts[0][-1].seconds,
+            cores_in_use=self._cores_in_use,
         )

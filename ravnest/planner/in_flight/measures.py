@@ -27,15 +27,18 @@ class FlightMeasures:
     """Number in the window."""
     at_seconds: float = 0.0
     """The end of the window, on the root's clock."""
+    cores_in_use: float = 0.0
+    """How many stages the cores of shared hosts can run at once, if the plan expects these to be the limit; else 0."""
 
     @property
     def slowest_seconds(self) -> float:
-        """Time of the slowest stage; above 0 even if stages report nonsense."""
-        return max(1e-6, *self.seconds)
+        """Time of the slowest stage, or of the shared cores for all stages; above 0 even if stages report nonsense."""
+        shared = sum(self.seconds) / self.cores_in_use if self.cores_in_use else 0.0
+        return max(1e-6, shared, *self.seconds)
 
     @property
     def busy(self) -> float:
-        """Share of the time that the slowest stage worked."""
+        """Share of the time that the slowest stage worked, or that all shared cores did."""
         return min(1.0, self.slowest_seconds / self.period_seconds)
 
     @property

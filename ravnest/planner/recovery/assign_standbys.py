@@ -71,7 +71,7 @@ class _Place:
     @property
     def neighbours(self) -> list[str]:
         names = self.of.providers
-        return [names[k] for k in (self.stage - 1, self.stage + 1) if 0 <= k < len(names)]
+        return [names[k] for k in self.of.neighbours(self.stage)]
 
 
 def _fitting(

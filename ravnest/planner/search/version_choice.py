@@ -116,9 +116,12 @@ def _stages(choice: VersionChoice, policy: str | None = None) -> list[tuple[Stag
     goal = choice.goal
     found = []
     for cluster in choice.plan.clusters:
-        copies = POLICIES[policy or goal.versions].version_copies(cluster.in_flight, predicts=goal.predicts)
+        kept = POLICIES[policy or goal.versions]
+        copies = kept.version_copies(cluster.in_flight, predicts=goal.predicts)
+        for stage in cluster.stages[:-1]:
+            unread = stage.unread_bytes if kept.keeps_activations else 0.0
+            found.append((stage, SPARE * copies * (stage.parameter_bytes - unread)))
         # A leaf keeps none, because its backward follows at once.
-        found += [(stage, SPARE * copies * stage.parameter_bytes) for stage in cluster.stages[:-1]]
         found.append((cluster.stages[-1], 0.0))
     return found
 

@@ -237,3 +237,9 @@ def test_at_the_end_the_stages_whose_state_is_still_to_come_are_named() -> None:
     waiting = StageNow("b", missing=(Missing("forward", ANY, 0),), sends=StateSent(12_000_000, 63_000_000, 0.5))
     reason, culprits = told(waits("a", ("feed", ANY)), waiting, under_way=(), waits=("a checkpoint is being written",))
     assert reason == "stage 1 (b) sends its state, 12 MB of 63 MB; a checkpoint is being written" and culprits == ("b",)
+
+
+def test_two_stages_with_two_links_count_the_frames_of_both() -> None:
+    leaf = StageNow("b", missing=(Missing("forward", 17, 1),), unconfirmed=(("a", 3), ("a", 2)))
+    reason, _ = told(waits("a", ("gradient", 17)), leaf)
+    assert "(5 frames are not confirmed)" in reason

@@ -71,3 +71,21 @@ def test_a_version_cannot_be_released_more_often_than_it_was_acquired() -> None:
     versions.release(versions.acquire())
     with pytest.raises(AssertionError):
         versions.release(versions.current)
+
+
+def test_a_parameter_that_no_backward_reads_is_written_in_place_while_a_version_is_held() -> None:
+    versions = WeightVersions({"weight": torch.zeros(4), "table": torch.zeros(4)}, unread=["table"])
+    held = versions.acquire()
+    table, weight = versions.masters["table"].data_ptr(), versions.masters["weight"].data_ptr()
+    update(versions, 1.0)
+    assert versions.masters["table"].data_ptr() == table and versions.masters["weight"].data_ptr() != weight
+    assert held.leaves["weight"].tolist() == [0.0] * 4
+
+
+def test_a_version_of_predicted_weights_does_not_hold_those_that_no_backward_reads() -> None:
+    versions = WeightVersions({"weight": torch.zeros(4), "table": torch.zeros(4)}, unread=["table"])
+    predicted = {"weight": torch.ones(4), "table": torch.ones(4)}
+    one, other = versions.acquire(predicted), versions.acquire(predicted)
+    assert one.leaves["weight"] is predicted["weight"]
+    assert one.leaves["table"].data_ptr() == versions.masters["table"].data_ptr()
+    assert one.leaves is other.leaves, "they count as one version"

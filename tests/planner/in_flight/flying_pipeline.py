@@ -96,8 +96,11 @@ class FlyingPipeline:
         limit: int = 1,
         feed_seconds: float = 0.0,
         uneven: Uneven = EVEN,
+        cores: int | None = None,
     ) -> None:
+        """With `cores`, only so many stages work at once: they are on one machine."""
         self.now = 0.0
+        self._cores = stages if cores is None else cores
         self._uneven = uneven
         self._random = random.Random(uneven.seed)
         self.completed: list[float] = []
@@ -182,7 +185,7 @@ class FlyingPipeline:
         self._work(root)
 
     def _work(self, stage: SimulatedStage) -> None:
-        if stage.busy:
+        if stage.busy or sum(each.busy for each in self.stages) >= self._cores:
             return
         waiting = ReadyCounts(len(stage.backwards), len(stage.forwards), 0)
         task = next_task(waiting, stage.in_flight, stage.limit, after=stage.after).task
@@ -229,7 +232,7 @@ class FlyingPipeline:
         self.at(self.there[stage.number].carry(self.now, self.frame_bytes, self._late()), arrive)
         if stage.number == 0 and not self._feed_seconds:
             self._feed()
-        self._work(stage)
+        self._work_on(stage)
 
     def _end_backward(self, stage: SimulatedStage, microbatch: int, seconds: float) -> None:
         stage.busy = False
@@ -245,7 +248,14 @@ class FlyingPipeline:
                 self._work(before)
 
             self.at(self.back[stage.number - 1].carry(self.now, self.frame_bytes, self._late()), arrive)
+        self._work_on(stage)
+
+    def _work_on(self, stage: SimulatedStage) -> None:
+        """The stage has ended a task: another one may need its core, which does not go by the order of the stages."""
         self._work(stage)
+        if self._cores < len(self.stages):
+            for other in self._random.sample(self.stages, len(self.stages)):
+                self._work(other)
 
 
 def fixed_rate(limit: int, seconds: float = 60.0, **shape: object) -> float:

@@ -22,7 +22,7 @@ from ravnest.planner.in_flight.decision import (
 from ravnest.planner.in_flight.measures import FlightMeasures
 from ravnest.planner.pipeline_depth import enough_in_flight
 from ravnest.planner.problem import Goal, Network
-from tests.planner.in_flight.flying_pipeline import FlyingPipeline, Link, fixed_rate, min_in_flight, settled
+from tests.planner.in_flight.flying_pipeline import FlyingPipeline, Link, Uneven, fixed_rate, min_in_flight, settled
 from tests.preview.planned import LAYERS, machines, model
 
 MOST = 32
@@ -75,6 +75,18 @@ def test_from_any_start_it_comes_to_the_limit_with_hardly_more_than_it_takes(lin
         assert len(pipeline.limits) <= 15, "it flaps"
         ended = settled(pipeline.limits, start, 0.7 * seconds)
         assert min(ended) <= enough and max(ended) <= most, (start, pipeline.limits)
+
+
+def test_on_shared_cores_it_does_not_try_more_than_keep_them_busy() -> None:
+    limits = {}
+    for cores_in_use in (0.0, 2.0):
+        pipeline = FlyingPipeline(4, limit=3, cores=2, uneven=Uneven(stage_share=0.04))
+        control = FlightControl(4, 3, MOST, cores_in_use=cores_in_use)
+        pipeline.controlled_by(control)
+        pipeline.run_until(200.0)
+        limits[cores_in_use] = max([3, *(limit for _, limit, _ in pipeline.limits)])
+        assert pipeline.rate(100, 200) >= 0.95 * 2 / 0.6, pipeline.limits
+    assert limits[2.0] == 3 < limits[0.0], "without that knowledge it tries what the slowest stage would need"
 
 
 def change_latency(pipeline: FlyingPipeline, rtt: float) -> None:

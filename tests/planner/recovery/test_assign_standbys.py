@@ -1,6 +1,7 @@
 """Standbys are kept warm for the stages that need it most, wherever they fit."""
 
 import itertools
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -107,3 +108,20 @@ def test_as_many_stages_as_possible_have_one_whatever_the_order_of_names(sizes, 
             fits = [s.memory_bytes >= needed(k, cuts) for s, k in zip(order, stages, strict=True)]
             best = max(best, sum(fits))
     assert len(covered) == best
+
+
+def test_the_line_between_a_leaf_that_looks_rows_up_and_the_root_counts() -> None:
+    nodes = named(*(machine(name) for name in ("ann", "bob", "cat", "gus", "hal")))
+    quick, standbys = Line(5e7, 0.001), [nodes["gus"], nodes["hal"]]
+    # Both have quick lines to the stage next to the root, and only hal has one to the leaf.
+    near = {pair: quick for pair in (("bob", "gus"), ("gus", "bob"), ("bob", "hal"), ("hal", "bob"))}
+    near |= {pair: quick for pair in (("cat", "hal"), ("hal", "cat"))}
+    nodes["ann"] = replace(nodes["ann"], reliability=0.1)
+    found = {}
+    for rows_bytes in (0.0, 1e4):
+        costs = replace(COSTS, rows_bytes=rows_bytes)
+        plan = cut_at(costs, GOAL, Network(near), nodes, (("ann", "bob", "cat"), (4, 8)))
+        assert plan.clusters[0].looks_up == bool(rows_bytes)
+        assigned_to = assign_standbys(plan.clusters, standbys, nodes, Network(near))
+        found[bool(rows_bytes)] = next(name for name, warm in assigned_to.items() if warm.stage == 0)
+    assert found == {False: "gus", True: "hal"}

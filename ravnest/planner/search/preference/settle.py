@@ -7,6 +7,7 @@ from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.problem import Goal, Network, Provider
 from ravnest.planner.proposal import Proposal
 from ravnest.planner.search.preference.even_cuts import TOLERANCE, is_about_as_good, with_even_cuts
+from ravnest.planner.search.preference.few_in_flight import with_few_in_flight
 from ravnest.planner.search.preference.idle_machines import cost_of_requested_stages, without_idle_machines
 from ravnest.units import byte_size
 
@@ -14,15 +15,19 @@ from ravnest.units import byte_size
 def settled(
     model: ModelCosts, goal: Goal, network: Network, providers: Mapping[str, Provider], found: Proposal
 ) -> Proposal:
-    """The proposal with even cuts and without idle machines, and with the reasons as its `preferences`."""
-    even = with_even_cuts(model, goal, network, providers, found)
+    """The proposal with even cuts, without idle machines and with no more in flight than shared cores can work on, and
+    with the reasons as its `preferences`."""
+    fewer, why_fewer = with_few_in_flight(model, goal, network, providers, found)
+    even = with_even_cuts(model, goal, network, providers, fewer)
     plan = without_idle_machines(model, goal, network, providers, even, found)
     if plan is not even:
-        again = with_even_cuts(model, goal, network, providers, plan)
+        again, _ = with_few_in_flight(model, goal, network, providers, plan)
+        again = with_even_cuts(model, goal, network, providers, again)
         if is_about_as_good(again.score, found.score):
             plan = replace(again, preferences=plan.preferences)
     reasons = (
-        _moved(model, providers, found, plan),
+        *why_fewer,
+        _moved(model, providers, fewer, plan),
         *plan.preferences,
         cost_of_requested_stages(model, goal, network, providers, plan),
     )
