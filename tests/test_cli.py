@@ -83,7 +83,7 @@ def test_python_dash_m_is_the_same_command_line() -> None:
         (["join", "ravnest://x", "--download-limit", "9KB/s"], "'9KB/s' is too little to take part with"),
         (["join", "ravnest://x", "--monthly-cap", "200GB/s"], "'200GB/s' is not a size"),
         (["join", "ravnest://x", "--weights", "/no/such"], "there is no folder '/no/such'"),
-        (["serve", "job.py", "--upload", "0"], "'0' is not a rate: give it in Mbit/s"),
+        (["serve", "job.py", "--upload", "0"], "'0' is not a rate: write it as 2MB/s"),
         (["serve", "job.py", "--download", "fast"], "'fast' is not a rate"),
         (["join", "ravnest://x", "--pretend-slower", "0.5"], "'0.5' is not a factor: give a number"),
         (["join", "ravnest://x", "--pretend-slower", "nan"], "'nan' is not a factor"),

@@ -2,12 +2,11 @@
 
 import argparse
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TypeAlias
+
+from ravnest import units
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-MIN_MEGABITS: Final = 0.01
-MAX_MEGABITS: Final = 1e6
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,12 +47,13 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
-def line_rate(text: str) -> float:
-    """Bytes per second of a rate in Mbit/s of at least 0.01; raises ArgumentTypeError for anything else."""
-    try:
-        megabits = float(text)
-    except ValueError:
-        megabits = 0.0
-    if not MIN_MEGABITS <= megabits <= MAX_MEGABITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rate: give it in Mbit/s, such as 20 or 2.5")
-    return megabits * 1e6 / 8
+def byte_rate(text: str) -> float:
+    """Bytes per second in `2MB/s` or `16Mbit/s`; raises ArgumentTypeError for anything else, and for too little."""
+    from ravnest.net.pacing.traffic_limit import MIN_RATE
+
+    rate = units.parse_byte_rate(text)
+    if rate is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate: write it as 2MB/s, 500KB/s or 16Mbit/s")
+    if rate < MIN_RATE:
+        raise argparse.ArgumentTypeError(f"{text!r} is too little to take part with: give at least 10KB/s")
+    return rate

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from ravnest import units
-from ravnest.cli.arguments import Subparsers
+from ravnest.cli.arguments import Subparsers, byte_rate
 from ravnest.cores import usable_cores
 
 
@@ -152,18 +152,6 @@ def memory_bytes(text: str) -> int:
     if size is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: write it as 8GB, 512MB or 4GiB")
     return size
-
-
-def byte_rate(text: str) -> float:
-    """Bytes per second in `2MB/s` or `16Mbit/s`; raises ArgumentTypeError for anything else, and for too little."""
-    from ravnest.net.pacing.traffic_limit import MIN_RATE
-
-    rate = units.parse_byte_rate(text)
-    if rate is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rate: write it as 2MB/s, 500KB/s or 16Mbit/s")
-    if rate < MIN_RATE:
-        raise argparse.ArgumentTypeError(f"{text!r} is too little to take part with: give at least 10KB/s")
-    return rate
 
 
 def cache_bytes(text: str) -> int:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from ravnest.cli.arguments import Subparsers, add_job_arguments, line_rate, whole_number
+from ravnest.cli.arguments import Subparsers, add_job_arguments, byte_rate, whole_number
 from ravnest.cli.join import host_and_port
 
 
@@ -46,9 +46,9 @@ def add_parser(subparsers: Subparsers) -> None:
     for way, verb in (("upload", "sends"), ("download", "receives")):
         parser.add_argument(
             f"--{way}",
-            metavar="MBIT/S",
-            type=line_rate,
-            help=f"rate at which this machine {verb} over the internet, such as 20: the plan counts the inputs that it "
+            metavar="RATE",
+            type=byte_rate,
+            help=f"rate at which this machine {verb} over the internet, such as 20Mbit/s or 2.5MB/s: the plan counts the inputs that it "
             "feeds and their results against it (default: the best rate that a provider measures)",
         )
     parser.add_argument(

@@ -73,6 +73,6 @@ def _speed(summary: Summary) -> str:
     if predicted and summary.samples_per_second:
         off = summary.samples_per_second / predicted - 1
         text += f" (planned {units.sample_rate(predicted)}, {off:+.0%})"
-    if summary.predicted_limit:
-        text += f", limited by {summary.predicted_limit}"
+    if summary.limits:
+        text += f", limited by {summary.limits}"
     return text

@@ -72,6 +72,8 @@ class ClusterSummary:
     in_flight: int | None = None
     """Current limit of microbatches between forward and backward at the root."""
     in_flight_reason: str = ""
+    limit: str = ""
+    """Shared resource that limits it in the plan, such as the requester's uplink; empty if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +144,6 @@ class Summary:
     seconds: float = 0.0
     samples_per_second: float = 0.0
     predicted_samples_per_second: float | None = None
-    predicted_limit: str = ""
-    """The shared resource that limits all clusters in the plan, such as the requester's uplink; empty: none."""
     train_loss: float | None = None
     eval: Mapping[str, float | None] = field(default_factory=dict)
     clusters: tuple[ClusterSummary, ...] = ()
@@ -159,6 +159,11 @@ class Summary:
     """Why no microbatch has completed for a while; empty while training makes progress."""
     check: Check = field(default_factory=Check)
     state: StateSummary = field(default_factory=StateSummary)
+
+    @property
+    def limits(self) -> str:
+        """The shared resources that limit the clusters in the plan; empty if there is none."""
+        return " and ".join(dict.fromkeys(cluster.limit for cluster in self.clusters if cluster.limit))
 
     def to_json(self) -> dict[str, Any]:
         """The summary as plain values; numbers that are not finite become None."""

@@ -30,8 +30,8 @@ CONTRACT = {
     "faults": "kind provider cluster at recovered_seconds",
 }
 EXTRA = {
-    "": {"started_at", "first_update_seconds", "updates", "model", "standstill", "check", "state", "predicted_limit"},
-    "clusters": {"in_flight", "in_flight_reason"},
+    "": {"started_at", "first_update_seconds", "updates", "model", "standstill", "check", "state"},
+    "clusters": {"in_flight", "in_flight_reason", "limit"},
     "stages": {"baseline_memory_bytes", "links"},
 }
 

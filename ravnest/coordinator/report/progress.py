@@ -167,7 +167,6 @@ class Progress:
             seconds=self.clock.elapsed_seconds,
             samples_per_second=rate,
             predicted_samples_per_second=self.plan.predicted_samples_per_second if self.plan else None,
-            predicted_limit=self.plan.limit if self.plan else "",
             train_loss=self.train_loss,
             eval=self.eval or {},
             clusters=tuple(self._cluster_summaries(rate)),
@@ -209,6 +208,7 @@ class Progress:
                 stages=tuple(self._stage(stage) for stage in cluster.plan.stages),
                 in_flight=cluster.in_flight,
                 in_flight_reason=cluster.flight_reason,
+                limit=self.plan.limit,
             )
 
     def _stage(self, stage: StagePlan) -> StageSummary:

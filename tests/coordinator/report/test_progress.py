@@ -6,6 +6,7 @@ from typing import cast
 
 import pytest
 
+from ravnest.coordinator.feed.cluster_state import Clusters
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger, LedgerEntry
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.report.training_clock import TrainingClock
@@ -13,6 +14,7 @@ from ravnest.monitor.report import final_facts
 from ravnest.monitor.run_directory import RunPaths
 from ravnest.monitor.summary import Fault, Summary
 from ravnest.planner.plan import Plan
+from tests.builders import cluster_plan, stage_plan
 
 
 class Clock:
@@ -155,10 +157,12 @@ def test_a_run_that_is_over_does_not_go_on_because_somebody_looked_late(clock: C
 def test_the_summary_says_what_limits_the_plan_and_so_does_the_speed_of_the_report(clock: Clock) -> None:
     progress = a_progress(clock)
     limit = "the requester's uplink: 3.1 MB a sample, 20 Mbit/s, 0.8 samples/s"
-    plan = SimpleNamespace(predicted_samples_per_second=80.0, limit=limit, stages=())
+    stage = stage_plan("a", 0)
+    plan = SimpleNamespace(predicted_samples_per_second=80.0, limit=limit, stages=(stage,))
     progress.plan = cast(Plan, plan)
+    progress.clusters = Clusters([cluster_plan((stage,))])
     train(progress, clock, 10)
     summary = progress.summary("running", "")
-    assert summary.predicted_limit == limit
+    assert summary.clusters[0].limit == limit
     assert dict(final_facts(summary))["speed"].endswith(f"limited by {limit}")
     progress.snapshot()
