@@ -48,8 +48,8 @@ def add_parser(subparsers: Subparsers) -> None:
             f"--{way}",
             metavar="RATE",
             type=byte_rate,
-            help=f"rate at which this machine {verb} over the internet, such as 20Mbit/s: the plan counts the inputs that "
-            "it feeds and their results against it (default: the best rate that a provider measures)",
+            help=f"rate at which this machine {verb} over the internet, such as 20Mbit/s: the plan counts the inputs "
+            "that it feeds and their results against it (default: the best rate that a provider measures)",
         )
     parser.add_argument(
         "--resume",
