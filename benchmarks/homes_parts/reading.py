@@ -151,13 +151,15 @@ def count(events: Iterable[Line], kind: str) -> int:
 
 
 def rounds(events: Iterable[Line]) -> Iterable[Round]:
-    """Every round that averaged, with the duration that the plan before it had told."""
+    """Every round that averaged, with the duration that the plan, or a correction of it, had told before."""
     told = None
     for event in events:
         if event["kind"] == "rings":
             told = event.get("round_seconds")
+        elif event["kind"] == "rounds_corrected":
+            told = event["seconds"]
         elif event["kind"] == "round":
-            yield Round(event.get("told_seconds", told), event["seconds"])
+            yield Round(told, event["seconds"])
 
 
 def checkpoints(events: Iterable[Line]) -> Iterable[float]:

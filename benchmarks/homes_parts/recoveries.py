@@ -3,16 +3,11 @@ functions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 Line = Mapping[str, Any]
 Stage = tuple[int, int]
 """Cluster and stage."""
-
-_LOST_MACHINE: Final = "lost_machine_seconds"
-"""Figure of the summary, where it is reported: the time that a lost machine costs at most."""
-_POWER_CUT: Final = "power_cut_seconds"
-"""The same for the work that is lost when all machines are killed at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +73,14 @@ def stages_of(clusters: Sequence[Line]) -> set[Stage]:
 
 def told_seconds(summary: Line) -> float | None:
     """The time that a lost machine costs at most, as the run tells it."""
-    return summary.get(_LOST_MACHINE)
+    told: float | None = summary.get("state", {}).get("at_most_lost_seconds")
+    return told
 
 
 def told_loss_seconds(summary: Line) -> float | None:
-    """The work that the loss of all machines costs at most, as the run tells it."""
-    return summary.get(_POWER_CUT)
+    """The work that the loss of all machines costs at most, as the run tells it: that since the last checkpoint."""
+    told: float | None = summary.get("state", {}).get("checkpoint_seconds")
+    return told
 
 
 def recovery(

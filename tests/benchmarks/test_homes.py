@@ -172,6 +172,11 @@ def test_a_run_that_stands_still_has_a_rate_and_misses_its_targets() -> None:
     assert not any(target.met for target in run_targets("x", nothing, nothing)[:2])
 
 
+def test_a_round_is_compared_with_what_was_told_last() -> None:
+    corrected = [*EVENTS[:3], {"kind": "rounds_corrected", "seconds": 5.0}, {"kind": "round", "seconds": 6.0}]
+    assert [each.of_told for each in a_run(corrected).rounds] == [0.75, 1.2]
+
+
 def test_a_round_without_a_prediction_cannot_be_late() -> None:
     assert a_run([{"kind": "round", "seconds": 9.0}]).latest_round is None
 

@@ -94,8 +94,11 @@ def test_a_power_cut_costs_the_samples_between_the_kill_and_where_training_conti
     assert (found.lost_seconds, found.told_seconds) == (20.0, 20.0)
 
 
-def test_nothing_is_told_by_a_run_that_does_not_report_it() -> None:
-    assert told_seconds({}) is None and told_loss_seconds({}) is None
+def test_what_a_loss_costs_is_read_as_the_run_tells_it() -> None:
+    told = {"state": {"at_most_lost_seconds": 20.0, "checkpoint_seconds": 60.0}}
+    assert (told_seconds(told), told_loss_seconds(told)) == (20.0, 60.0)
+    for silent in ({}, {"state": {"at_most_lost_seconds": None, "checkpoint_seconds": None}}):
+        assert told_seconds(silent) is None and told_loss_seconds(silent) is None
 
 
 LEDGER = {"fed": 9, "completed": 9, "replayed": 2, "lost": 0, "applied_twice": 0}
