@@ -23,6 +23,7 @@ from benchmarks.homes_parts.swarm import HomesSwarm
 
 _RECOVERY_SECONDS: Final = 600.0
 _BACK_SECONDS: Final = 300.0
+_STAGE_SECONDS: Final = 60.0
 _FINISH_SECONDS: Final = 900.0
 _PAUSE_SECONDS: Final = (15.0, 45.0)
 """Shortest and longest time of undisturbed training before a kill."""
@@ -61,9 +62,11 @@ def kill_all_in_turn(case: Case, folder: Path, seed: int, machines: int | None, 
     with HomesSwarm(folder, case.population, case.model) as swarm:
         swarm.wait_for_training()
         try:
-            for name in chance.sample(swarm.names, len(swarm.names))[:machines]:
+            for name in chance.sample(swarm.names, len(swarm.names)):
+                if machines is not None and len(kills) >= machines:
+                    break
                 swarm.pass_time(chance.uniform(*_PAUSE_SECONDS))
-                if name not in holders(_clusters(swarm)):
+                if not _gets_stage(swarm, name):
                     say(f"{case.name}: {name} holds no stage and is not killed")
                     continue
                 kills.append(_kill(swarm, name))
@@ -92,6 +95,15 @@ def _kill(swarm: HomesSwarm, name: str) -> Kill:
 
     swarm.wait(is_recovered, _RECOVERY_SECONDS, f"update of every stage after {name} was killed")
     return found[0]
+
+
+def _gets_stage(swarm: HomesSwarm, name: str) -> bool:
+    """Whether a machine holds a stage, or gets one soon: a machine that is back may wait for the next deployment."""
+    try:
+        swarm.wait(lambda: name in holders(_clusters(swarm)), _STAGE_SECONDS, f"stage of {name}")
+    except TimeoutError:
+        return False
+    return True
 
 
 def _clusters(swarm: HomesSwarm) -> list[Mapping[str, Any]]:
