@@ -31,10 +31,11 @@ def run_row(case: str, run: HomesRun, without: HomesRun | None) -> Row:
         "latest_round": run.latest_round,
         "checkpoint_seconds": fmean(run.checkpoint_seconds) if run.checkpoint_seconds else None,
         "finish_seconds": run.finish_seconds,
-        "pause_ms": None if run.longest_pause_seconds is None else 1e3 * run.longest_pause_seconds,
-        "idle": run.idle_share,
+        "idle": round(run.idle_share, 2),
         "stages_gb_h": between / _GB,
     }
+    if run.longest_pause_seconds is not None:
+        row["pause_ms"] = 1e3 * run.longest_pause_seconds
     if without is not None:
         state = state_per_hour(run, without)
         row["state_gb_h"] = max(state.values()) / _GB
