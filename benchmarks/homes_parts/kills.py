@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +11,7 @@ from benchmarks.homes_parts.cases import Case
 from benchmarks.homes_parts.recoveries import (
     Kill,
     PowerCut,
+    clusters_of,
     holders,
     power_cut,
     recovery,
@@ -22,6 +23,7 @@ from benchmarks.homes_parts.swarm import HomesSwarm
 
 _RECOVERY_SECONDS: Final = 600.0
 _BACK_SECONDS: Final = 300.0
+_STAGE_SECONDS: Final = 60.0
 _FINISH_SECONDS: Final = 900.0
 _PAUSE_SECONDS: Final = (15.0, 45.0)
 """Shortest and longest time of undisturbed training before a kill."""
@@ -60,9 +62,11 @@ def kill_all_in_turn(case: Case, folder: Path, seed: int, machines: int | None, 
     with HomesSwarm(folder, case.population, case.model) as swarm:
         swarm.wait_for_training()
         try:
-            for name in chance.sample(swarm.names, len(swarm.names))[:machines]:
+            for name in chance.sample(swarm.names, len(swarm.names)):
+                if machines is not None and len(kills) >= machines:
+                    break
                 swarm.pass_time(chance.uniform(*_PAUSE_SECONDS))
-                if name not in holders(swarm.summary()):
+                if not _gets_stage(swarm, name):
                     say(f"{case.name}: {name} holds no stage and is not killed")
                     continue
                 kills.append(_kill(swarm, name))
@@ -85,12 +89,25 @@ def _kill(swarm: HomesSwarm, name: str) -> Kill:
     found: list[Kill] = []
 
     def is_recovered() -> bool:
-        events, updates = swarm.watch.events(at), swarm.watch.updates(at)
+        events, updates = swarm.watch.events(), swarm.watch.updates(at)
         found.extend(filter(None, [recovery(name, at, events, updates, swarm.summary(), told)]))
         return bool(found)
 
     swarm.wait(is_recovered, _RECOVERY_SECONDS, f"update of every stage after {name} was killed")
     return found[0]
+
+
+def _gets_stage(swarm: HomesSwarm, name: str) -> bool:
+    """Whether a machine holds a stage, or gets one soon: a machine that is back may wait for the next deployment."""
+    try:
+        swarm.wait(lambda: name in holders(_clusters(swarm)), _STAGE_SECONDS, f"stage of {name}")
+    except TimeoutError:
+        return False
+    return True
+
+
+def _clusters(swarm: HomesSwarm) -> list[Mapping[str, Any]]:
+    return clusters_of(swarm.summary(), swarm.watch.events())
 
 
 def _bring_back(swarm: HomesSwarm, name: str) -> None:
@@ -101,7 +118,7 @@ def _bring_back(swarm: HomesSwarm, name: str) -> None:
     def is_back() -> bool:
         joined = swarm.watch.events(since, "joined", "reconnected")
         trained = {(line["cluster"], line["stage"]) for line in swarm.watch.updates(since)}
-        return any(event.get("provider") == name for event in joined) and trained >= stages_of(swarm.summary())
+        return any(event.get("provider") == name for event in joined) and trained >= stages_of(_clusters(swarm))
 
     swarm.wait(is_back, _BACK_SECONDS, f"training after {name} joined again")
 

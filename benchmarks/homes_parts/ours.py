@@ -13,8 +13,7 @@ _FINISH_SECONDS: Final = 900.0
 
 
 def run(case: Case, folder: Path, *, with_state: bool = True) -> HomesRun:
-    """One run of a case. RuntimeError: the coordinator failed; TimeoutError: it never trained; ValueError: it trained
-    too little to be measured."""
+    """One run of a case. RuntimeError: the coordinator failed; TimeoutError: it never trained."""
     with HomesSwarm(folder, case.population, case.model, with_state=with_state) as swarm:
         swarm.wait_for_training()
         swarm.pass_time(case.settle_seconds)

@@ -130,7 +130,7 @@ def seconds_to(points: Sequence[tuple[float, float]], loss: float) -> float | No
 
 
 def common_loss(curves: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """The lowest smoothed loss that every contender has reached; ValueError if one trained too little."""
+    """The lowest smoothed loss that every contender has reached; each has enough microbatches for one."""
     return max(min(mean for _, mean in smoothed(points)) for points in curves)
 
 

@@ -10,6 +10,8 @@ Line = Mapping[str, Any]
 
 _HOUR_SECONDS = 3600.0
 _LOST = ("lost", "evicted", "cluster_lost", "stage_failed")
+_MIN_MICROBATCHES = 3
+"""Microbatches of a meaningful slope."""
 _PAUSE = "snapshot_pause_seconds"
 """Figure of a stage in metrics.jsonl, where it is reported: its longest pause for a snapshot."""
 
@@ -90,6 +92,10 @@ class HomesRun:
     def of_predicted(self) -> float:
         return self.samples_per_second / self.predicted_samples_per_second if self.predicted_samples_per_second else 0.0
 
+    def of(self, other: "HomesRun") -> float:
+        """The rate relative to that of another run."""
+        return self.samples_per_second / other.samples_per_second if other.samples_per_second else 0.0
+
     @property
     def latest_round(self) -> float | None:
         """The round that was latest, relative to its predicted duration."""
@@ -105,13 +111,12 @@ def read_run(
     batch: int,
     finish_seconds: float | None = None,
 ) -> HomesRun:
-    """The figures of a run that was measured between two snapshots; ValueError if it trained too little between them.
+    """The figures of a run that was measured between two snapshots.
 
     Each line of the training loss is one microbatch, of `batch` samples.
     """
     completed = [line for line in metrics if line["kind"] == "train"]
-    moments = [Moment(line["at"]) for line in completed]
-    rate = steady(moments, first.at, last.at).microbatches_per_second * batch
+    rate = batch * _microbatches_per_second([line["at"] for line in completed], first.at, last.at)
     pauses = [line[_PAUSE] for line in metrics if line["kind"] == "stage" and line.get(_PAUSE) is not None]
     return HomesRun(
         samples_per_second=rate,
@@ -133,18 +138,28 @@ def read_run(
     )
 
 
+def _microbatches_per_second(times: Sequence[float], after: float, until: float) -> float:
+    within = [at for at in times if after <= at <= until]
+    if len(within) < _MIN_MICROBATCHES:
+        # A run that stands still has a rate, too.
+        return len(within) / (until - after)
+    return steady([Moment(at) for at in within], after, until).microbatches_per_second
+
+
 def count(events: Iterable[Line], kind: str) -> int:
     return sum(event["kind"] == kind for event in events)
 
 
 def rounds(events: Iterable[Line]) -> Iterable[Round]:
-    """Every round that averaged, with the duration that the plan before it had told."""
+    """Every round that averaged, with the duration that the plan, or a correction of it, had told before."""
     told = None
     for event in events:
         if event["kind"] == "rings":
             told = event.get("round_seconds")
+        elif event["kind"] == "rounds_corrected":
+            told = event["seconds"]
         elif event["kind"] == "round":
-            yield Round(event.get("told_seconds", told), event["seconds"])
+            yield Round(told, event["seconds"])
 
 
 def checkpoints(events: Iterable[Line]) -> Iterable[float]:

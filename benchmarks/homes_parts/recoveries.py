@@ -3,16 +3,11 @@ functions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 Line = Mapping[str, Any]
 Stage = tuple[int, int]
 """Cluster and stage."""
-
-_LOST_MACHINE: Final = "lost_machine_seconds"
-"""Figure of the summary, where it is reported: the time that a lost machine costs at most."""
-_POWER_CUT: Final = "power_cut_seconds"
-"""The same for the work that is lost when all machines are killed at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +51,36 @@ class PowerCut:
         return self.samples_lost / self.rate if self.rate > 0 else 0.0
 
 
-def holders(summary: Line) -> set[str]:
-    """The providers that hold a stage."""
-    return {stage["provider"] for cluster in summary.get("clusters", ()) for stage in cluster["stages"]}
+def clusters_of(summary: Line, events: Sequence[Line]) -> list[Line]:
+    """The clusters of a summary that have not been dissolved. `events` are all events of the run."""
+    dissolved: set[int] = set()
+    for event in events:
+        if event["kind"] == "deployed":
+            dissolved.clear()
+        elif event["kind"] == "cluster_lost":
+            dissolved.add(event["cluster"])
+    return [each for each in summary.get("clusters", ()) if each["id"] not in dissolved]
 
 
-def stages_of(summary: Line, cluster: int | None = None) -> set[Stage]:
-    """All stages, or those of one cluster."""
-    return {
-        (each["id"], stage["stage"])
-        for each in summary.get("clusters", ())
-        for stage in each["stages"]
-        if cluster in (None, each["id"])
-    }
+def holders(clusters: Sequence[Line]) -> set[str]:
+    """The providers that hold a stage of these clusters."""
+    return {stage["provider"] for cluster in clusters for stage in cluster["stages"]}
+
+
+def stages_of(clusters: Sequence[Line]) -> set[Stage]:
+    return {(each["id"], stage["stage"]) for each in clusters for stage in each["stages"]}
 
 
 def told_seconds(summary: Line) -> float | None:
     """The time that a lost machine costs at most, as the run tells it."""
-    return summary.get(_LOST_MACHINE)
+    told: float | None = summary.get("state", {}).get("at_most_lost_seconds")
+    return told
 
 
 def told_loss_seconds(summary: Line) -> float | None:
-    """The work that the loss of all machines costs at most, as the run tells it."""
-    return summary.get(_POWER_CUT)
+    """The work that the loss of all machines costs at most, as the run tells it: that since the last checkpoint."""
+    told: float | None = summary.get("state", {}).get("checkpoint_seconds")
+    return told
 
 
 def recovery(
@@ -91,17 +93,17 @@ def recovery(
 ) -> Kill | None:
     """The recovery from a kill; None until every affected stage has made an update after it.
 
-    `events` and `updates` (reports of updates of stages) are those after the kill, `summary` is the latest one. The
-    stage goes to another provider (failover), the model is divided again (reformed), or the cluster is dissolved
-    (cluster_lost), and then the remaining ones go on.
+    `events` are all events of the run, `updates` the reports of updates of stages after the kill, and `summary` is the
+    latest one. The stage goes to another provider (failover), the model is divided again (reformed), or the cluster is
+    dissolved (cluster_lost), and then the remaining ones go on.
     """
-    end = _end(machine, events)
-    if end is None or machine in holders(summary):
+    since = [event for event in events if event["at"] > killed_at]
+    end = _end(machine, since)
+    clusters = clusters_of(summary, events)
+    if end is None or machine in holders(clusters):
         # A summary that still names the machine is from before the kill.
         return None
-    affected = stages_of(summary, end["cluster"] if end["kind"] == "failover" else None)
-    if end["kind"] == "cluster_lost":
-        affected -= stages_of(summary, end["cluster"])
+    affected = stages_of([each for each in clusters if end["kind"] != "failover" or each["id"] == end["cluster"]])
     first: dict[Stage, float] = {}
     for line in updates:
         if line["at"] > end["at"]:
@@ -109,7 +111,7 @@ def recovery(
     if not affected or not affected <= first.keys():
         return None
     seconds = max(first[stage] for stage in affected) - killed_at
-    return Kill(machine, end["kind"], seconds, told, _work_lost(events))
+    return Kill(machine, end["kind"], seconds, told, _work_lost(since))
 
 
 def _end(machine: str, events: Sequence[Line]) -> Line | None:

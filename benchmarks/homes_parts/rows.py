@@ -24,17 +24,18 @@ def run_row(case: str, run: HomesRun, without: HomesRun | None) -> Row:
         "stages": " + ".join(map(str, run.stages)),
         "samples_per_second": run.samples_per_second,
         "of_predicted": run.of_predicted,
-        "of_no_state": None if without is None else run.samples_per_second / without.samples_per_second,
+        "of_no_state": None if without is None else run.of(without),
         "lost": run.lost,
         "replicas": _of_which(run.replicas, run.replicas_failed, "failed"),
         "rounds": _of_which(len(run.rounds), run.rounds_skipped, "skipped"),
         "latest_round": run.latest_round,
         "checkpoint_seconds": fmean(run.checkpoint_seconds) if run.checkpoint_seconds else None,
         "finish_seconds": run.finish_seconds,
-        "pause_ms": None if run.longest_pause_seconds is None else 1e3 * run.longest_pause_seconds,
-        "idle": run.idle_share,
+        "idle": round(run.idle_share, 2),
         "stages_gb_h": between / _GB,
     }
+    if run.longest_pause_seconds is not None:
+        row["pause_ms"] = 1e3 * run.longest_pause_seconds
     if without is not None:
         state = state_per_hour(run, without)
         row["state_gb_h"] = max(state.values()) / _GB
@@ -69,7 +70,7 @@ def run_targets(name: str, run: HomesRun, without: HomesRun) -> list[Target]:
     """The targets of a run that nothing disturbed."""
     targets = [
         Target(f"{name}: samples/s of predicted", run.of_predicted, _OF_PREDICTED),
-        Target(f"{name}: samples/s of no state", run.samples_per_second / without.samples_per_second, _OF_NO_STATE),
+        Target(f"{name}: samples/s of no state", run.of(without), _OF_NO_STATE),
         Target(f"{name}: providers lost", float(run.lost), 0.0, at_most=True),
         Target(f"{name}: replicas failed", float(run.replicas_failed), 0.0, at_most=True),
         Target(f"{name}: finished", float(run.finish_seconds is not None), 1.0),
@@ -134,16 +135,17 @@ def kill_targets(case: str, killed: Killed) -> list[Target]:
 
 def peer_rows(case: str, curves: Mapping[str, Curve]) -> list[Row]:
     """A row for each contender, with the time until the lowest loss that all of them have reached."""
-    goal = common_loss([curve.points for curve in curves.values()])
+    enough = [curve.points for curve in curves.values() if smoothed(curve.points)]
+    goal = common_loss(enough) if enough else None
     return [
         {
             "case": f"{case}: {name}",
             "samples_per_second": curve.samples_per_second,
             "averagings": curve.averagings,
             "loss_of_all": goal,
-            "seconds_to_it": seconds_to(curve.points, goal),
-            "lowest_loss": min(mean for _, mean in smoothed(curve.points)),
-            "seconds": curve.points[-1][0],
+            "seconds_to_it": None if goal is None else seconds_to(curve.points, goal),
+            "lowest_loss": min((mean for _, mean in smoothed(curve.points)), default=None),
+            "seconds": curve.points[-1][0] if curve.points else None,
         }
         for name, curve in curves.items()
     ]

@@ -30,7 +30,9 @@ job = job_of({model!r}, Path(__file__).parent)
 _PORT: Final = 7700
 _START_SECONDS: Final = 900.0
 """Timeout for the first update: the model has to travel over the requester's line."""
+_LISTEN_SECONDS: Final = 60.0
 _INVITE: Final = "invite: ravnest join "
+_LAST_WORDS: Final = 2000
 _BUSY_SHARE: Final = 0.5
 """Share of this machine's cores that all homes together may use: each pretends to be slower accordingly."""
 
@@ -134,8 +136,11 @@ class HomesSwarm:
         self._start(name, ["join", self._invite, "--name", name, "--cache", "0", "--pretend-slower", f"{factor:g}"])
 
     def resume(self) -> None:
-        """Start the coordinator again after it was killed."""
+        """Start the coordinator again after it was killed; returns when it listens."""
+        invites = self.said(self.requester).count(_INVITE)
         self._start(self.requester, ["serve", "job.py", "--run", "run", "--resume", "--no-display", *self._settings()])
+        # A provider that cannot reach the coordinator gives up.
+        self.wait(lambda: self.said(self.requester).count(_INVITE) > invites, _LISTEN_SECONDS, "coordinator")
 
     def finish(self, seconds: float) -> float | None:
         """End the data and wait for the end of the run: how many seconds that took; None if it failed or did not end
@@ -148,10 +153,10 @@ class HomesSwarm:
             return None
         return time.monotonic() - began if code == 0 else None
 
-    def said(self, name: str, characters: int = 2000) -> str:
-        """The last words of a machine."""
+    def said(self, name: str) -> str:
+        """Everything that a machine has printed."""
         path = self._folder / f"{name}.txt"
-        return path.read_text(errors="replace")[-characters:] if path.exists() else ""
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def _between_stages(self) -> tuple[dict[str, int], float]:
         stages = [stage for cluster in self.summary().get("clusters", ()) for stage in cluster["stages"]]
@@ -183,7 +188,9 @@ class HomesSwarm:
         line = serving.stdout.readline().decode()
         serving.stdout.close()
         if not line.startswith(_INVITE):
-            raise RuntimeError(f"the coordinator gave no invite, but {line!r}: {self.said(self.requester)}")
+            raise RuntimeError(
+                f"the coordinator gave no invite, but {line!r}: {self.said(self.requester)[-_LAST_WORDS:]}"
+            )
         self._invite = line.removeprefix(_INVITE).split()[0]
 
     def _start(self, name: str, words: Sequence[str], stdout: int | None = None) -> None:

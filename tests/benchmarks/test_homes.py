@@ -163,9 +163,18 @@ def test_the_figures_of_a_run_are_those_of_its_events_and_of_the_measured_time()
     assert found.traffic["p0"].between_stages == pytest.approx(1_500_000 * 90)
 
 
-def test_a_run_that_trained_too_little_is_not_measured() -> None:
-    with pytest.raises(ValueError, match="only 0 microbatches"):
-        read_run(EVENTS, [], SUMMARY, NO_TRAFFIC, Snapshot(30.0, {}, {}, {}, 30.0), 4)
+def test_a_run_that_stands_still_has_a_rate_and_misses_its_targets() -> None:
+    few = [{"kind": "train", "at": 5.0, "loss": 3.0}] * 2
+    found = read_run([], few, SUMMARY, NO_TRAFFIC, Snapshot(40.0, {"p0": 0}, {"p0": 0}, {}, 40.0), 4)
+    assert found.samples_per_second == pytest.approx(0.2)
+    nothing = read_run([], [], SUMMARY, NO_TRAFFIC, Snapshot(40.0, {"p0": 0}, {"p0": 0}, {}, 40.0), 4)
+    assert (nothing.samples_per_second, nothing.losses) == (0.0, ())
+    assert not any(target.met for target in run_targets("x", nothing, nothing)[:2])
+
+
+def test_a_round_is_compared_with_what_was_told_last() -> None:
+    corrected = [*EVENTS[:3], {"kind": "rounds_corrected", "seconds": 5.0}, {"kind": "round", "seconds": 6.0}]
+    assert [each.of_told for each in a_run(corrected).rounds] == [0.75, 1.2]
 
 
 def test_a_round_without_a_prediction_cannot_be_late() -> None:

@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 
 from benchmarks.homes_parts.kills import Killed
-from benchmarks.homes_parts.recoveries import Kill, PowerCut, power_cut, recovery, told_loss_seconds, told_seconds
+from benchmarks.homes_parts.recoveries import (
+    Kill,
+    PowerCut,
+    clusters_of,
+    power_cut,
+    recovery,
+    told_loss_seconds,
+    told_seconds,
+)
 from benchmarks.homes_parts.rows import kill_rows, kill_targets
 
 Lines = list[dict[str, Any]]
@@ -59,10 +67,17 @@ def test_after_a_division_all_stages_must_train() -> None:
 
 def test_when_a_cluster_is_dissolved_the_others_must_train() -> None:
     reason = "cluster 0 is dissolved: b, which held stage 1, is gone"
-    events = [{"kind": "cluster_lost", "at": 101.0, "cluster": 0, "reason": reason, "samples": 12}]
-    found = recovery("b", 100.0, events, updates((102.0, 1, 0)), summary((), ("c",)))
-    assert found == Kill("b", "cluster_lost", 2.0, None, 12)
-    assert recovery("x", 100.0, events, updates((102.0, 1, 0)), summary((), ("c",))) is None
+    events = [
+        {"kind": "deployed", "at": 20.0},
+        {"kind": "cluster_lost", "at": 101.0, "cluster": 0, "reason": reason, "samples": 12},
+    ]
+    # A summary names a dissolved cluster until the next deployment.
+    now = summary(("a", "b"), ("c",))
+    assert recovery("b", 100.0, events, updates((102.0, 0, 0)), now) is None
+    assert recovery("b", 100.0, events, updates((102.0, 1, 0)), now) == Kill("b", "cluster_lost", 2.0, None, 12)
+    assert recovery("x", 100.0, events, updates((102.0, 1, 0)), now) is None
+    assert [each["id"] for each in clusters_of(now, events)] == [1]
+    assert [each["id"] for each in clusters_of(now, [*events, {"kind": "deployed", "at": 110.0}])] == [0, 1]
 
 
 def losses(*points: tuple[float, int]) -> Lines:
@@ -79,8 +94,11 @@ def test_a_power_cut_costs_the_samples_between_the_kill_and_where_training_conti
     assert (found.lost_seconds, found.told_seconds) == (20.0, 20.0)
 
 
-def test_nothing_is_told_by_a_run_that_does_not_report_it() -> None:
-    assert told_seconds({}) is None and told_loss_seconds({}) is None
+def test_what_a_loss_costs_is_read_as_the_run_tells_it() -> None:
+    told = {"state": {"at_most_lost_seconds": 20.0, "checkpoint_seconds": 60.0}}
+    assert (told_seconds(told), told_loss_seconds(told)) == (20.0, 60.0)
+    for silent in ({}, {"state": {"at_most_lost_seconds": None, "checkpoint_seconds": None}}):
+        assert told_seconds(silent) is None and told_loss_seconds(silent) is None
 
 
 LEDGER = {"fed": 9, "completed": 9, "replayed": 2, "lost": 0, "applied_twice": 0}

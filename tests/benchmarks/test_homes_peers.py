@@ -60,6 +60,12 @@ def test_contenders_are_compared_at_the_lowest_loss_that_all_have_reached() -> N
     assert [(row["case"], row["seconds_to_it"]) for row in rows] == [("x: a", reached), ("x: b", 199.0)]
 
 
+def test_a_contender_that_hardly_trained_has_no_time_to_a_loss() -> None:
+    rows = peer_rows("x", {"a": Curve(2.0, 1, falling(3.0, 0.01)), "b": Curve(0.0, 0, falling(3.0, 0.01, 5))})
+    assert [row["seconds_to_it"] for row in rows] == [199.0, None]
+    assert peer_rows("x", {"b": Curve(0.0, 0, ())})[0]["lowest_loss"] is None
+
+
 def test_members_write_what_the_benchmark_reads_and_a_line_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
     steps_path(tmp_path, 0).write_text('{"at": 1.0, "samples": 4}\n{"at": 2.')
     assert read_steps(tmp_path, 2) == [[{"at": 1.0, "samples": 4}], []]
