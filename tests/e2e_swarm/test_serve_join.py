@@ -84,6 +84,25 @@ def test_three_machines_train_to_the_same_result_as_the_embedded_swarm(
     assert len(kept) == 7 and all(hashlib.sha256(path.read_bytes()).hexdigest() == path.name for path in kept)
 
 
+def test_random_weights_are_drawn_by_the_providers_and_train_to_the_same_result(
+    machines: Swarm, swarm: EmbeddedSwarm, tmp_path: Path
+) -> None:
+    wide = (
+        "torch.nn.Sequential(torch.nn.Linear(6, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.Linear(64, 3))"
+    )
+    path = a_job_file(tmp_path, model=wide, epochs="1", pipeline="ravnest.Pipeline(in_flight=1)")
+    alone = swarm.train(load_job(str(path)), providers=2, run=tmp_path / "embedded", display=False)
+    serving, invite = machines.serve("--providers", "2", "--clusters", "1")
+    said = [machines.join(invite, name, "--weights", "none") for name in ("anna", "ben")]
+    drawn = [line for provider in said for line in re.findall(r"([\d.]+) MB were drawn here", ended_well(provider))]
+    ended_well(serving)
+    assert drawn, "one of the stages has the layer of 16 kB"
+    assert alone.model is not None
+    ours, theirs = load_file(tmp_path / "run/model.safetensors"), load_file(alone.model)
+    assert ours.keys() == theirs.keys()
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) <= 1e-6
+
+
 def test_clusters_average_over_direct_lines_links_and_the_relay(machines: Swarm, tmp_path: Path) -> None:
     a_job_file(tmp_path, eval_data="batches", epochs="20", averaging='ravnest.Averaging(every=64, codec="int8")')
     serving, invite = machines.serve("--providers", "3", "--clusters", "3")

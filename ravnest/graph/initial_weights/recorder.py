@@ -55,8 +55,7 @@ class DrawRecorder:
         truncated = self._noting("truncated_normal", (0.0, 1.0, -2.0, 2.0), ("mean", "std", "a", "b"))
         # The public function may have been imported by name before; it calls this one.
         self._replace(torch.nn.init, "_no_grad_trunc_normal_", truncated)
-        self._replace(torch, "randn", self._noting_result("normal"))
-        self._replace(torch, "rand", self._noting_result("uniform"))
+        # Not functions such as `torch.randn`: TorchScript knows them by identity, and would refuse another one.
         return self
 
     def __exit__(
@@ -104,22 +103,6 @@ class DrawRecorder:
 
         return wrap
 
-    def _noting_result(self, draw: str) -> Callable[[Any], Any]:
-        """Wrapper of an operator that returns a new tensor of drawn values."""
-
-        def wrap(original: Any) -> Any:
-            @functools.wraps(original)
-            def noting(*args: Any, **kwargs: Any) -> Any:
-                position = self._position(kwargs.get("generator")) if self._is_active else None
-                result = original(*args, **kwargs)
-                if position is not None and _is_worth_it(result):
-                    self._note(result, draw, [0.0, 1.0], position)
-                return result
-
-            return noting
-
-        return wrap
-
     def _position(self, generator: object) -> bytes | None:
         """The position before a draw; None if the generator is not one of the CPU."""
         chosen = torch.default_generator if generator is None else generator
@@ -141,12 +124,17 @@ class DrawRecorder:
 
 
 def _is_plain(tensor: object) -> bool:
-    """Whether it is an ordinary tensor in memory: no fake, meta or sparse one."""
-    return type(tensor) in (Tensor, nn.Parameter) and _is_dense(tensor)
-
-
-def _is_dense(tensor: Any) -> bool:
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous()
+    """Whether it is an ordinary tensor in memory: no fake, meta, sparse or batched one."""
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return False
+    assert isinstance(tensor, Tensor)
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    try:
+        return tensor.is_contiguous() and tensor.data_ptr() != 0
+    except RuntimeError:
+        # A tensor inside of `vmap` has no memory of its own.
+        return False
 
 
 def _is_worth_it(tensor: object) -> bool:

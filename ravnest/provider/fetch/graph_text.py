@@ -7,11 +7,11 @@ from ravnest.graph.state_size import MAX_GRAPH_BYTES
 
 
 class ArtifactText:
-    """Collects the text of an artifact. GraphError when it is larger than `max_bytes`."""
+    """Collects the text of an artifact. GraphError with its `name` when it is larger than `max_bytes`."""
 
-    def __init__(self, size_bytes: int, max_bytes: int) -> None:
+    def __init__(self, name: str, size_bytes: int, max_bytes: int) -> None:
         if size_bytes > max_bytes:
-            raise GraphError(f"a text for the stage has {size_bytes} bytes, more than {max_bytes}")
+            raise GraphError(f"{name} has {size_bytes} bytes, more than {max_bytes}")
         self._parts: list[bytes] = []
 
     def feed(self, chunk: bytes) -> None:
@@ -26,7 +26,7 @@ class GraphText(ArtifactText):
     """Collects the text of a graph. GraphError when it is larger than any graph may be."""
 
     def __init__(self, size_bytes: int) -> None:
-        super().__init__(size_bytes, MAX_GRAPH_BYTES)
+        super().__init__("the stage's graph", size_bytes, MAX_GRAPH_BYTES)
 
     def graph(self) -> PortableGraph:
         """The graph; GraphError when the text is not one."""

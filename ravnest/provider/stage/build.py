@@ -71,7 +71,11 @@ async def _sources(order: Deploy, artifacts: Artifacts, progress: FetchProgress)
     """How to get tensors of the weights without the coordinator."""
     size_bytes = order.sources.size_bytes
     progress.total_bytes += size_bytes
-    text = await artifacts.get(order.sources, lambda: ArtifactText(size_bytes, MAX_SOURCES_BYTES), progress, keep=False)
+
+    def begin() -> ArtifactText:
+        return ArtifactText("the list of the stage's weights", size_bytes, MAX_SOURCES_BYTES)
+
+    text = await artifacts.get(order.sources, begin, progress, keep=False)
     return await asyncio.to_thread(read_sources, text.content, order.weights.size_bytes)
 
 

@@ -14,6 +14,9 @@ from ravnest.graph.initial_weights.recorder import DrawRecorder, draws_of
 from ravnest.graph.initial_weights.sources_text import read_sources, sources_text
 from ravnest.graph.weights import stream_header, stream_size_bytes
 
+NO_RECIPE = ("position", "changed", "small", "linear.bias", "xavier.bias", "conv.bias")
+"""Made by a function that returns a new tensor, changed after the draw, or too small."""
+
 
 class Net(nn.Module):
     """Layers with the usual initialisations, and a weight that no recipe makes."""
@@ -47,7 +50,7 @@ def test_every_usual_initialisation_is_found_and_made_again_bit_for_bit() -> Non
     before = torch.get_rng_state()
     for name, weight in model.named_parameters():
         recipe = initial[name].recipe
-        assert (recipe is None) == (name in ("changed", "small", "linear.bias", "xavier.bias", "conv.bias")), name
+        assert (recipe is None) == (name in NO_RECIPE), name
         if recipe is not None:
             told = Recipe.from_json(json.loads(json.dumps(recipe.to_json())))
             made = told.make(tuple(weight.shape), weight.dtype)
@@ -62,10 +65,25 @@ def test_every_usual_initialisation_is_found_and_made_again_bit_for_bit() -> Non
 def test_the_recorder_changes_no_value_and_leaves_torch_as_it_was() -> None:
     torch.manual_seed(0)
     plain = Net()
-    originals = torch.Tensor.normal_, torch.Tensor.uniform_, torch.randn, torch.rand
+    originals = torch.Tensor.normal_, torch.Tensor.uniform_, torch.nn.init._no_grad_trunc_normal_
     model, _ = found()
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
-    assert (torch.Tensor.normal_, torch.Tensor.uniform_, torch.randn, torch.rand) == originals
+    assert (torch.Tensor.normal_, torch.Tensor.uniform_, torch.nn.init._no_grad_trunc_normal_) == originals
+
+
+def test_scripts_and_forks_of_random_numbers_work_while_draws_are_noted() -> None:
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(3) + torch.empty(3).normal_(0.0, 1.0)
+
+    with DrawRecorder() as recorder:
+        script = torch.jit.script(noisy)
+        assert script(torch.zeros(3)).shape == (3,)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            model = nn.Linear(100, 100)
+        torch.func.vmap(lambda x: x.clone().uniform_(), randomness="different")(torch.zeros(2, 3000))
+    recorder.keep_for(model)
+    assert find_initial({"weight": model.weight}, draws_of(model))["weight"].recipe is not None
 
 
 def test_a_weight_that_changed_after_its_draw_has_no_recipe() -> None:

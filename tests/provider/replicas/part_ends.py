@@ -49,7 +49,7 @@ class ByHand:
         self.artifacts: dict[str, bytes] = {}
         self.uploads: dict[str, bytes] = {}
 
-    async def fetch(self, artifact: str, offset: int = 0) -> AsyncGenerator[bytes, None]:
+    async def fetch(self, artifact: str, offset: int = 0, end: int = 0) -> AsyncGenerator[bytes, None]:
         yield self.artifacts[artifact][offset:]
 
     async def upload(self, name: str, chunks: AsyncIterator[bytes]) -> None:

@@ -20,7 +20,7 @@ class FakeClient:
     def __init__(self, artifacts: dict[str, bytes]) -> None:
         self.artifacts = artifacts
 
-    async def fetch(self, artifact: str, offset: int = 0) -> AsyncIterator[bytes]:
+    async def fetch(self, artifact: str, offset: int = 0, end: int = 0) -> AsyncIterator[bytes]:
         data = self.artifacts[artifact]
         for start in range(offset, len(data), 1000):
             yield data[start : start + 1000]
