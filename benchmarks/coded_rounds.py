@@ -83,6 +83,7 @@ def final_loss(job: ravnest.Job, case: Case, codec: str) -> float:
 
 def _batches(job: ravnest.Job) -> Iterator[tuple[Any, Any]]:
     for _ in range(job.epochs or 1):
+        assert not callable(job.train_data)
         yield from job.train_data
 
 
@@ -105,7 +106,7 @@ class _Cluster:
     def learn(self, inputs: Any, target: Any) -> None:
         self.model.train()
         self._optimizer.zero_grad()
-        self._job.loss(self.model(inputs), target).backward()
+        torch.autograd.backward(self._job.loss(self.model(inputs), target))
         self._optimizer.step()
         if self._schedule is not None:
             self._schedule.step()
