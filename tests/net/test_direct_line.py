@@ -5,7 +5,7 @@ import queue
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -19,6 +19,8 @@ from ravnest.net.direct_server import DirectLimits, DirectServer
 from ravnest.net.frames.frames import RingPlace
 from ravnest.net.identity.identity import Identity
 from ravnest.net.identity.node_identity import NodeIdentity, joiner_keys
+from ravnest.net.pacing.budget import StateBudget, Ticket
+from ravnest.net.pacing.state_rate import StateKind
 
 SECONDS = 20.0
 LIMITS = DirectLimits()
@@ -96,6 +98,37 @@ def test_a_piece_arrives_bit_for_bit_with_its_place_and_generation(size: int, pl
         assert (generation, came) == (-3, place)
         assert received.dtype is torch.uint8 and torch.equal(received, data)
         assert here.lines.get().peer == "a" and line.peer == "b"
+
+
+def test_a_piece_that_waits_for_its_turns_arrives_whole_and_in_the_sizes_that_the_line_takes() -> None:
+    nodes = swarm("a", "b")
+    data = torch.randint(0, 256, (500_000,), dtype=torch.uint8)
+    turns: list[int] = []
+
+    class Noted(StateBudget):
+        def join(self, kind: StateKind, size_bytes: int, wake: Callable[[], None]) -> Ticket:
+            assert kind == "round"
+            turns.append(size_bytes)
+            return super().join(kind, size_bytes, wake)
+
+    budget = Noted()
+    budget.measured(4e6)
+    with listening(nodes["b"], "a") as here, contextlib.closing(dial_direct(here.address, "b", nodes["a"], 5)) as line:
+        line.send(1, PLACE, data, budget.transfer("round"))
+        _, _, received = here.pieces.get(timeout=SECONDS)
+    assert torch.equal(received, data)
+    assert len(turns) > 4 and max(turns) <= budget.piece_bytes == 100_000 and 500_000 <= sum(turns) < 500_100
+
+
+def test_a_line_that_is_closed_does_not_wait_for_turns() -> None:
+    nodes = swarm("a", "b")
+    budget = StateBudget()
+    budget.queued(1)
+    with listening(nodes["b"], "a") as here:
+        line = dial_direct(here.address, "b", nodes["a"], 5)
+        line.close()
+        with pytest.raises(PeerError, match="closed"):
+            line.send(1, PLACE, torch.zeros(1 << 22, dtype=torch.uint8), budget.transfer("round"))
 
 
 def test_a_piece_is_received_where_there_is_room_for_it_and_else_in_memory_that_is_used_again() -> None:

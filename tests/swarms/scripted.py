@@ -35,6 +35,7 @@ from ravnest.coordinator.run.timeouts import Timeouts
 from ravnest.coordinator.swarm.artifacts import Artifact
 from ravnest.coordinator.swarm.members import Held as HeldBefore
 from ravnest.coordinator.swarm.members import LentMachine, Member, Members
+from ravnest.coordinator.swarm.own_line import OwnLine
 from ravnest.coordinator.swarm.reachability import Reach
 from ravnest.coordinator.swarm.swarm import Swarm, may_return
 from ravnest.errors import PeerError, RefusedError
@@ -46,6 +47,8 @@ from ravnest.monitor.events import EventLog
 from ravnest.monitor.metrics import MetricLog
 from ravnest.monitor.run_directory import RunDirectory
 from ravnest.net.frames.frames import Frame, FrameKind
+from ravnest.net.pacing.budget import StateBudget
+from ravnest.net.pacing.state_rate import StateKind
 from ravnest.net.v1.control_pb2 import (
     CoordinatorMessage,
     Deploy,
@@ -419,6 +422,7 @@ class SimulatedSwarm:
         self.host = ""
         self.generation = 0
         self.artifacts: dict[str, Artifact] = {}
+        self.line = OwnLine(StateBudget.unlimited())
         self.providers: dict[str, Provider] = {}
         self.orders: dict[str, Deploy] = {}
         self.links: Mapping[str, Collection[str]] = {}
@@ -552,7 +556,7 @@ class SimulatedSwarm:
     def open_to_more(self) -> bool:
         return self.most is None
 
-    def allow_relays(self, links: Mapping[str, frozenset[str]]) -> None:
+    def allow_relays(self, links: Mapping[str, frozenset[str]], state: Mapping[str, StateKind] | None = None) -> None:
         self.links = links
 
     def next_number(self) -> int:

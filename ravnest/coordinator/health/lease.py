@@ -42,7 +42,10 @@ _MIN_PAUSE_SECONDS: Final = 0.05
 _BUFFERED_BYTES: Final = 2 << 20
 """Bytes that usually wait in a machine's send buffers before a heartbeat. State that is uploaded does not count: the
 coordinator hears it."""
-_MAX_BUFFERED_SECONDS: Final = 5.0
+_MAX_BUFFERED_SECONDS: Final = 20.0
+"""Limit of the time for that: 2 MB take 16 s at 1 Mbit/s."""
+_MAX_LATE_SECONDS: Final = 5.0
+"""The same on top of the longest timeouts, which cover most of it."""
 
 Replacement = Literal["standby", "reform", "none"]
 """Replacement of a provider: a standby that is ready, a redeployment without it, or none."""
@@ -168,7 +171,7 @@ class _Timeouts:
         usual = evidence.gaps.expected_seconds + queue_seconds
         suspect_broken = _SUSPECT_BROKEN_SECONDS + reconnecting
         suspect_silent = max(_SUSPECT_SILENT_SECONDS, usual)
-        longest = SILENT_SECONDS["none"] + queue_seconds
+        longest = SILENT_SECONDS["none"] + min(_MAX_LATE_SECONDS, queue_seconds)
         replacement = evidence.replacement if evidence.blocks else "none"
         if replacement == "none":
             return cls(suspect_broken, suspect_silent, BROKEN_SECONDS["none"] + reconnecting, longest, longest)

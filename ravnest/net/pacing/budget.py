@@ -182,7 +182,8 @@ class StateBudget:
         with self._lock:
             if self._first() is not ticket:
                 # A ticket overtakes those of a higher priority when it has waited for long.
-                return self._patience_seconds(ticket) or math.inf
+                patience_seconds = self._patience_seconds(ticket)
+                return max(patience_seconds, _SOON_SECONDS) if patience_seconds > 0 else math.inf
             now = self._clock()
             wait_seconds = self._wait_seconds(ticket, now)
             if wait_seconds > _SOON_SECONDS:

@@ -202,3 +202,15 @@ def test_a_connection_that_comes_back_and_breaks_again_is_waited_for_again() -> 
     lease = lease.seen(12.1, None)
     assert lease.broken_seconds(12.2) is None
     assert lease.seen(12.1, 13.0).broken_seconds(13.5) == 0.5
+
+
+@pytest.mark.parametrize("replacement", ["standby", "reform"])
+@pytest.mark.parametrize("megabits", [1, 2, 10, 100])
+def test_a_heartbeat_behind_a_full_buffer_of_its_line_is_no_silence(replacement: Replacement, megabits: int) -> None:
+    """2 MB of activations take 16 s at 1 Mbit/s, and heartbeats wait behind them."""
+    uplink = Uplink(0.05, megabits * 1e6 / 8)
+    silent = 1.0 + (2 << 20) / uplink.up_bytes_per_second
+    evidence = Evidence(silent, uplink=uplink, blocks=True, replacement=replacement)
+    assert judge(evidence).state is not State.LOST
+    lost = replace(evidence, silent_seconds=silent + 25.0)
+    assert judge(lost).state is State.LOST, "a provider that stays silent is given up"
