@@ -57,8 +57,8 @@ class LossRecord:
 class Outbox(Protocol):
     """Destination of a worker's results.
 
-    Every method is called on the worker's thread; only `save`, and `keep` with a slow disk, may block for long. Tensors
-    passed to `save`, `keep` and `snapshot` share the stage's memory and change once the call has returned.
+    Every method is called on the worker's thread; only `save` may block for long. Tensors passed to `save`, `keep` and
+    `snapshot` share the stage's memory and change once the call has returned; those of `keep` can be frozen.
     """
 
     def forward(self, message: Message) -> None:
@@ -87,7 +87,7 @@ class Outbox(Protocol):
         """Save the stage's state as its part of this checkpoint."""
 
     def keep(self, replica: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-        """Write or copy the stage's state as its part of this replica; the worker waits for that.
+        """Freeze or copy the stage's state as its part of this replica; the worker waits for that.
 
         The metadata is that of `Stage.state` with `applied`, a JSON list of the applied microbatches, and `samples`,
         the number of samples that this stage has applied.

@@ -21,6 +21,7 @@ from ravnest.engine.passes.passes import Passes
 from ravnest.engine.passes.row_lookups import RowLookups
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.update_pass import UpdatePass
+from ravnest.engine.weights.frozen_state import FrozenStates, StateTensors
 from ravnest.engine.weights.gradient_sum import GradientSum
 from ravnest.engine.weights.packed_moments import PackedMoment, moments_in, unpacked_state
 from ravnest.engine.weights.row_gradients import RowGradients
@@ -99,8 +100,14 @@ class Stage:
         self._passes = Passes(graph, self.device, self._versions, self._fixed, settings, left)
         self._lookups = RowLookups(graph, self.device, left) if graph.lookups else None
         self._row_gradients = RowGradients()
+        self._frozen = FrozenStates()
         self._update_pass = UpdatePass(
-            self._versions, self.optimizer, settings.clip_norm, settings.clip_value, moments=self._moments
+            self._versions,
+            self.optimizer,
+            settings.clip_norm,
+            settings.clip_value,
+            moments=self._moments,
+            frozen=self._frozen,
         )
         self._exchanged: list[torch.Tensor] | None = None
         """Gradients that the last backward received and returned, until its weight gradients are summed."""
@@ -236,11 +243,11 @@ class Stage:
         self._exchanged = None
         self._gradients = GradientSum()
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    def state(self) -> tuple[StateTensors, dict[str, str]]:
         """The parameters, model states and optimizer state as named tensors, and the other values as JSON text.
 
-        The tensors share the stage's memory, except moments that it holds in 8 bits: these are float32 copies. The
-        model states exclude the effect of microbatches not yet applied.
+        The tensors share the stage's memory, except moments that it holds in 8 bits: these are float32 copies. A caller
+        that needs them for longer freezes them. The model states exclude the effect of microbatches not yet applied.
         """
         plain: dict[str, Any] = {}
         for spec in self.graph.parameters:
@@ -251,7 +258,7 @@ class Stage:
         schedule = {k: v for k, v in self._schedule.state_dict().items() if _is_plain(v)} if self._schedule else None
         settled = self._passes.states.settled
         states = {f"buffer:{spec.key}": settled[spec.name] for spec in self.graph.states if spec.name in settled}
-        return self.state_tensors() | states, {
+        return StateTensors(self.state_tensors() | states, self._frozen), {
             "version": json.dumps(self.version),
             "optimizer": json.dumps({"values": plain, "groups": groups}),
             "schedule": json.dumps(schedule),
@@ -286,6 +293,7 @@ class Stage:
         def write(name: str, tensor: torch.Tensor) -> None:
             # `.data` bypasses autograd's check for in-place writes: the version policy allows them.
             tensor = tensor.data
+            self._frozen.protect(tensor)
             if becomes is not None and name in becomes:
                 tensor.copy_(becomes[name])
             else:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ravnest.engine.corrections.correction import Correction
-from ravnest.engine.weights.blocks import Ahead, Blocks
+from ravnest.engine.weights.blocks import Ahead, Block, Blocks
+from ravnest.engine.weights.frozen_state import FrozenStates
 from ravnest.engine.weights.gradient_sum import GradientSum
 from ravnest.engine.weights.packed_moments import FloatMoments, PackedMoments
 from ravnest.engine.weights.versions import WeightVersions
@@ -54,10 +55,13 @@ class UpdatePass:
         clip_value: float | None = None,
         block_bytes: int | None = None,
         moments: FloatMoments | PackedMoments | None = None,
+        frozen: FrozenStates | None = None,
     ) -> None:
         """`block_bytes` replaces the size of a block, which follows from the device otherwise. `moments` are those of
-        the optimizer, if it does not hold them in float32."""
+        the optimizer, if it does not hold them in float32. `frozen`: states whose memory is saved before it is
+        overwritten."""
         self._versions = versions
+        self._frozen = FrozenStates() if frozen is None else frozen
         self._moments = FloatMoments() if moments is None else moments
         self._blocks = Blocks(optimizer, versions.masters, block_bytes)
         self._clip_norm = clip_norm
@@ -107,6 +111,7 @@ class UpdatePass:
                 spare = None
             before[name] = self._versions.renew(name, spare)
         for block in self._blocks.of(group):
+            self._protect(block)
             for name, weights in zip(block.names, block.parameters, strict=True):
                 source = before[name]
                 if source is not None:
@@ -120,6 +125,14 @@ class UpdatePass:
         for master in masters.values():
             master.grad = None
         return ahead
+
+    def _protect(self, block: Block) -> None:
+        for weights in block.parameters:
+            self._frozen.protect(weights)
+        for state in block.states:
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    self._frozen.protect(value)
 
     def _scaling(self, gradients: GradientSum) -> _Scaling:
         scaling = _Scaling(gradients.divisor, self._clip_value)

@@ -76,7 +76,9 @@ def stream_tensors(
 
 def stream_size_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> int:
     """The exact number of bytes that `stream_tensors` yields for the same arguments."""
-    return len(_header(tensors, metadata or {})) + sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    return len(stream_header(tensors, metadata or {})) + sum(
+        tensor.numel() * tensor.itemsize for tensor in tensors.values()
+    )
 
 
 def stream_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -198,10 +200,10 @@ def read_header(header: bytes, size_bytes: int) -> list[TensorEntry]:
 
 
 def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], skip: int) -> Iterator[memoryview]:
-    header = _header(tensors, metadata)
+    header = stream_header(tensors, metadata)
     yield memoryview(header)[skip:]
     skip = max(0, skip - len(header))
-    for name in _order(tensors):
+    for name in stream_order(tensors):
         size = tensors[name].numel() * tensors[name].itemsize
         if size > skip:
             flat = tensors[name].detach().cpu().contiguous().reshape(-1)
@@ -209,15 +211,17 @@ def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], skip: in
         skip = max(0, skip - size)
 
 
-def _order(tensors: Mapping[str, Tensor]) -> list[str]:
+def stream_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names in the order in which a stream has the tensors."""
     # The widest dtype first, so that every tensor is aligned to its element size: memory-mapped readers rely on it.
     return sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
 
 
-def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+def stream_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """The beginning of the stream of these tensors; their bytes follow in the order of `stream_order`."""
     described: dict[str, object] = {_METADATA_KEY: dict(sorted(metadata.items()))} if metadata else {}
     begin = 0
-    for name in _order(tensors):
+    for name in stream_order(tensors):
         tensor = tensors[name]
         if tensor.dtype not in _DTYPE_NAMES:
             raise GraphError(f"tensor {name!r} is of type {tensor.dtype}, which safetensors cannot hold; convert it")

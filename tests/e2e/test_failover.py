@@ -12,10 +12,13 @@ from safetensors.torch import load_file
 
 from ravnest import Averaging, Pipeline, TrainingError
 from ravnest.coordinator.launch.session import TrainResult
+from ravnest.coordinator.replicas import holders
 from ravnest.coordinator.replicas import pace as replica_pace
 from ravnest.monitor.events import Event, read_events
 from ravnest.monitor.json_lines import read_lines
 from ravnest.monitor.summary import Summary
+from ravnest.planner.recovery.choose_coding import CodingChoice
+from ravnest.state.codings import INT8
 from tests.e2e.disturbing import HELD_OUT, POOL, RATE, Disturbed, Endless, disturbed, loss_of, plain
 from tests.e2e.jobs import Batch, a_job, every_updates
 from tests.e2e.watching import adds_up
@@ -126,6 +129,34 @@ def test_standbys_take_the_stages_of_root_stem_and_leaf_and_nothing_is_lost(
     for fault, event in zip(result.summary.faults, done, strict=True):
         assert fault.recovered_seconds == pytest.approx(event["seconds"])
     assert not told(result, "reform_begun")
+
+
+def test_a_standby_and_then_those_who_are_left_go_on_from_coded_replicas(
+    supply: SharedSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = CodingChoice(INT8, "the test wants it")
+    monkeypatch.setattr(holders, "choose_coding", lambda *arguments, **more: chosen)
+    victims: list[str] = []
+
+    def kill(run: Disturbed) -> None:
+        run.wait("deployed")
+        for _ in range(3):
+            run.from_now_on()
+            coded = run.wait("replica")
+            assert 0 < coded["sent_bytes"] < coded["bytes"]
+        victims.append(run.stages()[1])
+        taken(run, 1)
+        run.wait("replica")
+        victims.append(run.stages()[0])
+        run.from_now_on()
+        run.kill(victims[1])
+        assert run.wait("reformed", clusters=1)["source"] == "replica"
+        run.wait("replica")
+
+    result = disturbed(supply.with_providers(4, exactly=True), tmp_path / "run", kill, providers=3)
+    check(result, victims)
+    # The tensors of this model are too small to be rounded.
+    check_near(result)
 
 
 def test_without_a_standby_the_model_is_cut_anew_over_those_who_are_left(supply: SharedSwarm, tmp_path: Path) -> None:

@@ -18,12 +18,13 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, Self
 
 from torch import Tensor
 
+from ravnest.engine.weights.frozen_state import FrozenState
 from ravnest.errors import GraphError, PeerError, RunError
 from ravnest.graph.weights import WeightsReader, stream_size_bytes, stream_tensors
 from ravnest.net.identity.node_identity import NodeIdentity
@@ -153,9 +154,19 @@ class PartFiles:
     ) -> "PartWriter":
         """Write a stage's state to the disk, without a copy in memory and without hashing it, which `finish` does. The
         tensors may change afterwards."""
-        writer = self.begin(key, replica, stream_size_bytes(tensors, metadata))
+        return self._record(key, replica, stream_size_bytes(tensors, metadata), stream_tensors(tensors, metadata))
+
+    def record_frozen(self, key: str, replica: int, state: FrozenState) -> "PartWriter":
+        """The same for a state that is frozen; it is over then."""
         try:
-            for data in stream_tensors(tensors, metadata):
+            return self._record(key, replica, state.size_bytes, state.chunks())
+        finally:
+            state.release()
+
+    def _record(self, key: str, replica: int, size_bytes: int, chunks: Iterable[bytes]) -> "PartWriter":
+        writer = self.begin(key, replica, size_bytes)
+        try:
+            for data in chunks:
                 writer.feed_unhashed(data)
         except BaseException:
             writer.discard()

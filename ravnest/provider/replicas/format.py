@@ -17,8 +17,8 @@ from ravnest.graph.portable import PortableGraph
 from ravnest.graph.state_size import MAX_STATE_VALUES
 from ravnest.safe_json import read_json
 
-Keep = Callable[[int, dict[str, Tensor], dict[str, str]], None]
-"""Takes the number, tensors and metadata of a replica."""
+Keep = Callable[[int, Mapping[str, Tensor], Mapping[str, str]], None]
+"""Takes the number, tensors and metadata of a replica. The tensors may change once it returns."""
 
 _MAX_NUMBER = 2**63
 _APPLIED = ("applied", "without_rows")

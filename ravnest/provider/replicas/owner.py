@@ -1,19 +1,21 @@
 """Owner's side of replicas: writes the parts of the own stage to the disk, and sends them to their holder.
 
-The stage waits while its state is written to the disk: a copy in memory would double its peak, and would be hardly
-faster, because new memory has to be mapped first. The system keeps the bytes in its cache of the disk, and gives that
-memory to whatever needs it. The hash of a part is computed from the file, while the stage goes on.
+A thread writes the state to the disk while the stage goes on, which saves what it overwrites before the thread has come
+there (engine/weights/frozen_state.py): a copy in memory would double its peak. The system keeps the bytes in its cache
+of the disk, and gives that memory to whatever needs it. The hash of a part is computed from the file.
 """
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ravnest.background import BackgroundTasks, in_thread
+from ravnest.engine.weights.frozen_state import StateTensors
 from ravnest.errors import PeerError, error_text
 from ravnest.net.v1.control_pb2 import ProviderMessage, Replicate, Replicated
 from ravnest.provider.replicas.coded_parts import CodedSender, HeldCopy
@@ -45,6 +47,7 @@ class ReplicaOwner:
         self._waiting: tuple[_PartName, PartWriter] | None = None
         self._came = asyncio.Event()
         self._is_closed = False
+        self._writing = ThreadPoolExecutor(1, "ravnest-parts")
         self._tasks = BackgroundTasks()
         self._tasks.spawn(self._work())
 
@@ -59,10 +62,22 @@ class ReplicaOwner:
 
     def keep(self, key: str, replica: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Write a stage's state to the disk, from where it is recorded. Any thread may call this; the tensors may
-        change once it returns."""
+        change once it returns. A stage's own tensors are frozen, and written while the stage goes on."""
         name = _PartName(key, replica, time.perf_counter())
+        state = tensors.freeze(metadata) if isinstance(tensors, StateTensors) else None
+        if state is None:
+            self._write(name, lambda: self._files.record(key, replica, tensors, metadata))
+            return
         try:
-            writer = self._files.record(key, replica, tensors, metadata)
+            # At once, and not after the part that is being sent: a frozen state takes memory while the stage goes on.
+            self._writing.submit(self._write, name, lambda: self._files.record_frozen(key, replica, state))
+        except RuntimeError:
+            # The session is over, and no part is needed any more.
+            state.release()
+
+    def _write(self, name: "_PartName", record: Callable[[], PartWriter]) -> None:
+        try:
+            writer = record()
         except Exception as error:
             # For example, the disk is full. The stage goes on, and the coordinator hears of it.
             self._call_soon(self._on_failed_write, name, error_text(error))
@@ -73,6 +88,7 @@ class ReplicaOwner:
     async def close(self) -> None:
         """End the current transfer. The files stay; the links end with the session."""
         self._is_closed = True
+        await in_thread(self._writing.shutdown)
         await self._tasks.close()
         if self._waiting is not None:
             self._waiting[1].discard()

@@ -6,7 +6,7 @@ rebuilt with other providers for some of its stages.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -290,10 +290,10 @@ class HostedStage:
             why = failed.text or "the state of its weights is unknown"
             raise PeerError(f"stage {order.stage} has failed and cannot be kept: {why}")
 
-    def _keep(self, replica: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    def _keep(self, replica: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         if self._membership is not None:
             # The thread of the rings adds their state later, and the stage goes on meanwhile.
-            self._membership.rings.complete(self.on_keep, replica, copied(tensors), metadata)
+            self._membership.rings.complete(self.on_keep, replica, copied(tensors), dict(metadata))
         else:
             self.on_keep(replica, tensors, metadata)
 

@@ -23,7 +23,7 @@ def _no_rings(snapshot: Snapshot) -> None:
     raise PeerError(f"round {snapshot.round} was announced to a stage without rings")
 
 
-def keep_nothing(replica: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+def keep_nothing(replica: int, tensors: Tensors, metadata: Mapping[str, str]) -> None:
     """Drop a part of a replica: there is no order to keep it."""
 
 
@@ -99,7 +99,7 @@ class FrameOutbox:
         self._uploads.save(checkpoint, tensors, metadata)
 
     def keep(self, replica: int, tensors: Tensors, metadata: Mapping[str, str]) -> None:
-        self._hooks.on_keep(replica, dict(tensors), dict(metadata))
+        self._hooks.on_keep(replica, tensors, metadata)
 
     def snapshot(self, snapshot: Snapshot) -> None:
         self._hooks.on_snapshot(snapshot)

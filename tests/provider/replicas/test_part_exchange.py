@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ravnest.engine.weights.frozen_state import FrozenStates, StateTensors
 from ravnest.errors import PeerError, RunError
 from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind
@@ -71,6 +72,49 @@ def test_a_replica_has_the_state_of_its_moment_although_the_stage_goes_on_at_onc
             await owner.hears()
             tensors, _ = holder.files.find(KEY, 4).read()
             assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+
+    run(test())
+
+
+def test_a_stages_own_state_is_frozen_and_written_while_the_stage_goes_on(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with keepers(tmp_path, "owner") as (owner,):
+            frozen, state = FrozenStates(), a_state(1 << 20, 5.0)
+            owner.keep(4, StateTensors(state, frozen))
+            for part in state["param:w"].split(1000):
+                frozen.protect(part)
+                part.zero_()
+            told = await owner.hears()
+            assert isinstance(told, Replicated) and not told.error
+            tensors, metadata = owner.files.find(KEY, 4).read()
+            assert bool((tensors["param:w"] == 5).all()) and metadata == METADATA
+
+    run(test())
+
+
+def test_a_frozen_state_that_the_disk_refuses_does_not_hold_the_stage_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with keepers(tmp_path, "owner") as (owner,):
+            monkeypatch.setattr(part_files, "SPARE_BYTES", 1 << 62)
+            frozen, state = FrozenStates(), a_state(1 << 20)
+            owner.keep(4, StateTensors(state, frozen))
+            told = await owner.hears()
+            assert isinstance(told, Replicated) and "does not fit on the disk" in told.error
+            frozen.protect(state["param:w"])
+
+    run(test())
+
+
+def test_a_frozen_state_that_comes_when_the_replicas_have_ended_leaves_no_file(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with keepers(tmp_path, "owner") as (owner,):
+            await owner.parts.close()
+            frozen, state = FrozenStates(), a_state(1 << 20)
+            owner.keep(4, StateTensors(state, frozen))
+            frozen.protect(state["param:w"])
+            assert not [*owner.folder.iterdir()]
 
     run(test())
 
