@@ -10,6 +10,7 @@ from torch import nn
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.errors import TrainingError
 from tests.e2e.jobs import CLASSES, FEATURES, a_job, batches
+from tests.e2e.tied_jobs import SteepRows, a_tied_model, next_token_loss, token_batch
 
 
 class Logarithm(nn.Module):
@@ -63,3 +64,12 @@ def test_where_it_arose_is_named_and_what_to_do(
     said = str(caught.value)
     assert all(word in said for word in words), said
     assert "provider-" in said
+
+
+def test_gradients_of_looked_up_rows_are_traced_from_the_leaf_to_the_root_that_computed_them(tmp_path: Path) -> None:
+    data = [token_batch(seed) for seed in range(12)]
+    job = a_job(data, model=a_tied_model(SteepRows), loss=next_token_loss)
+    with EmbeddedSwarm(3) as swarm, pytest.raises(TrainingError) as caught:
+        swarm.train(job, providers=3, clusters=1, run=tmp_path / "run", display=False)
+    said = str(caught.value)
+    assert "the gradients became not finite in stage 0" in said and "such as sqrt (" in said, said

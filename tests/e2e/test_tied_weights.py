@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from ravnest import Pipeline
 from ravnest.coordinator.replicas import pace as replica_pace
@@ -18,44 +17,13 @@ from ravnest.monitor.events import read_events
 from ravnest.monitor.json_lines import read_lines
 from tests.e2e.disturbing import RATE, Disturbed, Endless, disturbed
 from tests.e2e.jobs import Batch
+from tests.e2e.tied_jobs import TiedModel, a_tied_model, next_token_loss, token_batch
 from tests.swarms.embedded import SharedSwarm
 
 pytestmark = pytest.mark.timeout(300)
 
-VOCABULARY, WIDTH = 40, 16
-
-
-class TiedModel(nn.Module):
-    """Predicts the next of a few tokens; the head is the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden: Tensor = self.embedding(tokens)
-        for layer in self.layers:
-            hidden = hidden + torch.tanh(layer(hidden))
-        return F.linear(hidden, self.embedding.weight)
-
-
-def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def _a_model() -> TiedModel:
-    torch.manual_seed(3)
-    return TiedModel()
-
-
-def _a_batch(seed: int) -> Batch:
-    tokens = torch.randint(0, VOCABULARY, (4, 7), generator=torch.Generator().manual_seed(seed))
-    return tokens[:, :-1].clone(), (tokens[:, :-1] * 3 % VOCABULARY).clone()
-
-
-POOL = [_a_batch(seed) for seed in range(50)]
-HELD_OUT = _a_batch(99)
+POOL = [token_batch(seed) for seed in range(50)]
+HELD_OUT = token_batch(99)
 
 
 class Tokens:
@@ -69,13 +37,14 @@ class Tokens:
             yield batch
 
 
-def _plain(microbatches: int) -> TiedModel:
-    model = _a_model()
+def _plain(microbatches: int, accumulate: int = 1) -> TiedModel:
+    model = a_tied_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for tokens, targets in itertools.islice(itertools.cycle(POOL), microbatches):
-        next_token_loss(model(tokens), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for number, (tokens, targets) in enumerate(itertools.islice(itertools.cycle(POOL), microbatches), start=1):
+        (next_token_loss(model(tokens), targets) / accumulate).backward()
+        if number % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
     return model
 
 
@@ -99,10 +68,11 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_pace, "MIN_SECONDS", 0.3)
 
 
-_train = partial(disturbed, walked=Tokens, model=_a_model(), loss=next_token_loss, eval_data=[HELD_OUT])
+_train = partial(disturbed, walked=Tokens, model=a_tied_model(), loss=next_token_loss, eval_data=[HELD_OUT])
 
 
-def test_standbys_take_the_leaf_and_the_root(supply: SharedSwarm, tmp_path: Path) -> None:
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_standbys_take_the_leaf_and_the_root(supply: SharedSwarm, tmp_path: Path, accumulate: int) -> None:
     def lose(run: Disturbed) -> None:
         run.wait("deployed")
         for stage in (2, 0):
@@ -111,10 +81,12 @@ def test_standbys_take_the_leaf_and_the_root(supply: SharedSwarm, tmp_path: Path
             run.wait("failover", stages=[stage])
         run.wait("replica")
 
-    result = _train(supply.with_providers(5), tmp_path / "run", lose, providers=3)
+    pipeline = Pipeline(in_flight=1, accumulate=accumulate, record_updates=True)
+    result = _train(supply.with_providers(5), tmp_path / "run", lose, providers=3, pipeline=pipeline)
     assert result.summary.status == "finished" and result.summary.ledger.lost == 0
     # A replica of one stage is older than the other stages.
-    assert result.summary.eval["loss"] == pytest.approx(_loss_of(_plain(result.summary.ledger.fed)), abs=0.05)
+    expected = _loss_of(_plain(result.summary.ledger.fed, accumulate))
+    assert result.summary.eval["loss"] == pytest.approx(expected, abs=0.05)
 
 
 def test_stages_that_begin_again_together_have_the_whole_gradient_of_the_tied_weight(
@@ -165,7 +137,7 @@ def test_two_clusters_average_a_tied_weight(supply: SharedSwarm, tmp_path: Path)
 
     result = _train(supply.with_providers(4), tmp_path / "run", wait, providers=4, clusters=2)
     assert result.summary.status == "finished" and result.summary.ledger.lost == 0 and result.model is not None
-    model = _a_model()
+    model = a_tied_model()
     before = _loss_of(model)
     model.load_state_dict(load_file(result.model))
     assert result.summary.eval["loss"] == pytest.approx(_loss_of(model), rel=1e-4)

@@ -51,6 +51,12 @@ def judge_not_finite(words: Sequence[StageWord], complaint: int) -> Ruling:
 
 
 def _judge_forward(words: Sequence[StageWord]) -> Ruling | None:
+    root, leaf = words[0], words[-1]
+    if root.received in _BAD and len(words) > 1:
+        # A root receives nothing but rows that the leaf has looked up for it.
+        if leaf.kind == "parameter" and leaf.where:
+            return Ruling("", "", f"it arose in stage {len(words) - 1} ({leaf.provider}): {leaf.where}")
+        return _accuse(leaf, root, "values that are not finite to stage 0", "does not say why")
     for number, word in enumerate(words):
         before = words[number - 1] if number else None
         if before is not None and word.received in _BAD and before.sent == _FINITE:

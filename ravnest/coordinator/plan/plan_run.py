@@ -45,6 +45,7 @@ from ravnest.planner.search.preference.settle import settled
 from ravnest.planner.search.search import form
 from ravnest.planner.search.split_choice import choose_split, split_reason
 from ravnest.planner.search.version_choice import choose_versions
+from ravnest.planner.shared_limits import period_on_hosts
 from ravnest.settings import Pipeline
 from ravnest.units import counted
 
@@ -222,10 +223,15 @@ def _cluster_plans(prepared: PreparedJob, basis: Basis, found: Proposal) -> tupl
         goal = replace(goal, min_clusters=1, max_clusters=1)
     plans = []
     in_use = cores_in_use(basis.network, providers, found.clusters)
+    on_hosts = period_on_hosts(basis.network, providers, found.clusters)
     for number, (cluster, rate) in enumerate(zip(found.clusters, found.rates, strict=True)):
         choices = [
             choose_split(
-                cluster, position, providers[stage.provider].memory_bytes, prepared.job.pipeline.split_backward
+                cluster,
+                position,
+                providers[stage.provider].memory_bytes,
+                prepared.job.pipeline.split_backward,
+                on_hosts[number],
             )
             for position, stage in enumerate(cluster.stages)
         ]

@@ -170,8 +170,8 @@ class Passes:
     def versions_alive(self) -> int:
         """Number of copies of the weights: those held by microbatches in flight, and the latest."""
         held = [saved.version for saved in self._saved.values() if saved.version]
-        # Counted by identity of the leaves: versions with predicted weights share them.
-        return len({id(version.leaves) for version in (*held, self._versions.current)})
+        # Versions with predicted weights share them.
+        return len({self._versions.copy_of(version) for version in (*held, self._versions.current)})
 
     @property
     def writes_in_place(self) -> bool:

@@ -34,8 +34,6 @@ class WeightVersions:
         self._current = Version(number, self._leaves())
         self.on_write: Callable[[], None] = lambda: None
         """Called before the current weights change."""
-        self._last_held: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
-        """The leaves that were last given to `acquire`, and those of the version that it returned."""
 
     @property
     def current(self) -> Version:
@@ -45,11 +43,16 @@ class WeightVersions:
         """The current version, held until `release`. With `instead`, a version of the same number with those leaves,
         except those of unread parameters."""
         if instead is not None:
-            version = Version(self._current.number, self._held(instead))
+            own = {name: self._current.leaves[name] for name in self.unread}
+            version = Version(self._current.number, instead | own if own else instead)
             version.users = 1
             return version
         self._current.users += 1
         return self._current
+
+    def copy_of(self, version: Version) -> int:
+        """Identity of the copy of the weights that a version uses; versions with the same leaves share one."""
+        return next((id(leaf) for name, leaf in version.leaves.items() if name not in self.unread), 0)
 
     def release(self, version: Version) -> None:
         assert version.users > 0, "a version was released more often than acquired"
@@ -89,14 +92,6 @@ class WeightVersions:
         """Makes the masters, as written, the current version, under the same number: the change was no update."""
         if self._current.users:
             self._current = Version(self._current.number, self._leaves())
-
-    def _held(self, instead: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if not self.unread:
-            return instead
-        if self._last_held is None or self._last_held[0] is not instead:
-            own = {name: self._current.leaves[name] for name in self.unread}
-            self._last_held = instead, {**instead, **own}
-        return self._last_held[1]
 
     def _leaves(self) -> dict[str, torch.Tensor]:
         # `.data` shares the memory but not the counter by which autograd detects in-place writes. This is safe: a

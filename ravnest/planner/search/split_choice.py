@@ -14,8 +14,11 @@ class SplitChoice(NamedTuple):
     reason: str
 
 
-def choose_split(cluster: Cluster, stage: int, memory_bytes: float, asked: bool | None) -> SplitChoice:
+def choose_split(
+    cluster: Cluster, stage: int, memory_bytes: float, asked: bool | None, host_seconds: float = 0.0
+) -> SplitChoice:
     """The choice for one stage of a cluster on a machine with this memory; `asked` is the job's setting, if any.
+    `host_seconds` is the period of a microbatch where the cores of shared hosts are the limit, else 0.
 
     Both parts together take up to a quarter longer than a whole backward (`python -m benchmarks.backward`): they touch
     more memory, and each part starts its own operators. So splitting helps only where stages wait for microbatches
@@ -26,7 +29,7 @@ def choose_split(cluster: Cluster, stage: int, memory_bytes: float, asked: bool 
     if asked is not None:
         return SplitChoice(asked, f"pipeline.split_backward is {asked}")
     apart = cluster.round_trip_seconds / cluster.in_flight
-    if apart <= WAITING * cluster.busiest_seconds:
+    if apart <= WAITING * max(cluster.busiest_seconds, host_seconds):
         return SplitChoice(
             False, "enough are in flight to keep the busiest stage or line busy, and splitting would cost time"
         )

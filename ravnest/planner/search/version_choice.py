@@ -137,7 +137,9 @@ def _price(choice: VersionChoice) -> str:
     policy = choice.goal.policy
     largest = max(versions for _, versions in _stages(choice))
     if not largest:
-        return f'versions "{policy.name}": with one microbatch in flight, no older weights are kept'
+        flying = max(cluster.in_flight for cluster in choice.plan.clusters)
+        why = "no backward reads the tables of the other stages" if flying > 1 else "with one microbatch in flight"
+        return f'versions "{policy.name}": {why}, no older weights are kept'
     text = f'versions "{policy.name}": older weights take {byte_size(largest)} of a stage at most'
     if not policy.coded:
         return text

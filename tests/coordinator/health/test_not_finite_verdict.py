@@ -51,3 +51,14 @@ def test_one_that_sent_nan_and_says_nothing_of_it_is_accused() -> None:
 def test_where_nothing_is_known_nobody_is_accused() -> None:
     ruling = judge_not_finite([StageWord("anna"), StageWord("ben")], 1)
     assert ruling.accused == "" and "anna, ben could not say" in ruling.reason
+
+
+def test_a_leaf_that_sends_rows_which_are_not_finite_is_accused_unless_the_table_is_the_reason() -> None:
+    words = [StageWord("anna", "nan", "nan"), StageWord("ben", "nan", "nan"), StageWord("mallory", "nan", "nan")]
+    ruling = judge_not_finite(words, 2)
+    assert (ruling.accused, ruling.accuser) == ("mallory", "anna")
+    assert ruling.reason == "mallory sent values that are not finite to stage 0, and does not say why"
+    words[2] = StageWord("cleo", "nan", "nan", "parameter", "the parameter wte.weight is not finite")
+    ruling = judge_not_finite(words, 2)
+    assert not ruling.accused
+    assert ruling.reason == "it arose in stage 2 (cleo): the parameter wte.weight is not finite"

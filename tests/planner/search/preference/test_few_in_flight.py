@@ -6,6 +6,8 @@ from ravnest.planner.problem import Goal, Network, Provider
 from ravnest.planner.search.preference.few_in_flight import cores_in_use, with_few_in_flight
 from ravnest.planner.search.preference.settle import settled
 from ravnest.planner.search.search import form
+from ravnest.planner.search.split_choice import choose_split
+from ravnest.planner.shared_limits import period_on_hosts
 from tests.planner.in_flight.flying_pipeline import fixed_rate
 from tests.planner.made_up import machine, model, named, planned
 
@@ -28,6 +30,8 @@ def test_so_few_in_flight_keep_the_shared_cores_busy(stages: int, cores: int) ->
     assert reasons == (
         f"{after} microbatches in flight instead of {before}: more would only wait for the {cores} cores of here",
     )
+    [period], [cluster] = period_on_hosts(Network(), providers, fewer.clusters), fewer.clusters
+    assert not choose_split(cluster, 1, 10**10, None, period).split, "no stage waits, so it would only cost"
     # A stage alone takes 0.15 s.
     best = cores / (0.15 * stages)
     assert fixed_rate(after, stages=stages, cores=cores) >= 0.95 * best
