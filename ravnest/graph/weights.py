@@ -81,11 +81,6 @@ def stream_size_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     )
 
 
-def stream_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The first bytes that `stream_tensors` yields, before those of the tensors."""
-    return _header(tensors, metadata or {})
-
-
 def content_hash(chunks: Iterable[bytes]) -> str:
     """The sha256 of a stream as hexadecimal text, independent of how it is cut into chunks."""
     digest = hashlib.sha256()
