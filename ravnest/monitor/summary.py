@@ -122,6 +122,25 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SavedState:
+    """A state from which the run could continue."""
+
+    updates: int = 0
+    at: float = 0.0
+    """When it was recorded, in seconds since 1970."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedStates:
+    """The states from which the run could continue."""
+
+    checkpoint: SavedState | None = None
+    """The newest checkpoint; None before the first."""
+    replica: SavedState | None = None
+    """The newest state of all stages that the providers hold on their disks; None without one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     status: Status
     reason: str
@@ -144,6 +163,7 @@ class Summary:
     standstill: str = ""
     """Why no microbatch has completed for a while; empty while training makes progress."""
     check: Check = field(default_factory=Check)
+    saved: SavedStates = field(default_factory=SavedStates)
 
     def to_json(self) -> dict[str, Any]:
         """The summary as plain values; numbers that are not finite become None."""
@@ -173,9 +193,15 @@ def _summary(record: dict[str, Any]) -> Summary:
         "averaging": _made(AveragingSummary, record.get("averaging", {})),
         "ledger": _made(MicrobatchCounts, record.get("ledger", {})),
         "check": _made(Check, record.get("check", {})),
+        "saved": _saved(record.get("saved", {})),
         "faults": tuple(_made(Fault, item) for item in record.get("faults", ())),
     }
     return _made(Summary, record | nested)
+
+
+def _saved(record: dict[str, Any]) -> SavedStates:
+    states = {name: None if state is None else _made(SavedState, state) for name, state in record.items()}
+    return _made(SavedStates, states)
 
 
 def _cluster(record: dict[str, Any]) -> ClusterSummary:

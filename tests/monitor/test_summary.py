@@ -30,7 +30,7 @@ CONTRACT = {
     "faults": "kind provider cluster at recovered_seconds",
 }
 EXTRA = {
-    "": {"started_at", "first_update_seconds", "updates", "model", "standstill", "check"},
+    "": {"started_at", "first_update_seconds", "updates", "model", "standstill", "check", "saved"},
     "clusters": {"in_flight", "in_flight_reason"},
     "stages": {"baseline_memory_bytes", "links"},
 }

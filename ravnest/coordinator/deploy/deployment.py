@@ -17,7 +17,9 @@ from ravnest.coordinator.deploy.stage_delivery import StageDelivery
 from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters, FedMicrobatch
 from ravnest.coordinator.plan.lr_schedule import rate_course_of
 from ravnest.coordinator.plan.prepared_job import PreparedJob
+from ravnest.coordinator.replicas.collector import ReplicaCollector
 from ravnest.coordinator.replicas.holders import ReplicaHolders
+from ravnest.coordinator.replicas.part_uploads import PartUploads
 from ravnest.coordinator.replicas.sources import DeploymentAbortedError, ReplicaSources, StateTransfers
 from ravnest.coordinator.replicas.tracker import ReplicaTracker
 from ravnest.coordinator.run.allowed_links import AllowedLinks
@@ -41,6 +43,7 @@ class Deployment:
     def __init__(
         self,
         run: JobRun,
+        uploads: PartUploads,
         prepared: PreparedJob,
         plan: Plan,
         sources: ReplicaSources | None = None,
@@ -67,6 +70,7 @@ class Deployment:
         self.artifacts = StageArtifacts(context.swarm, prepared, with_rings=bool(plan.rings))
         self.transfers = StateTransfers(context.swarm, self.id, sources)
         self.holders = ReplicaHolders(context, self.id, self.clusters, self.transfers, self.links, self.artifacts)
+        self.collector = ReplicaCollector(context, self.id, self.holders, uploads, prepared.job.checkpoint)
         self.delivery = StageDelivery(context, self.replicas, run.machine.threads)
         self.part_senders: dict[str, str] = {}
         """By taker of a stage, the provider that was to send it the stage's part; the taker itself if no other was."""
@@ -109,9 +113,13 @@ class Deployment:
     def begin(self) -> None:
         """Becomes the deployment that the run feeds and saves."""
         run = self._run
+        if self.transfers.sources is None:
+            # The providers delete the replicas of the deployment before.
+            progress = run.context.progress
+            progress.saved = replace(progress.saved, replica=None)
         run.dispatcher.clusters = self.clusters
         run.dispatcher.announce_replica = self.replicas.announce_with
-        run.checkpointer.deployed(self.id, self.clusters.all[0])
+        run.checkpointer.deployed(self.id, self.clusters.all[0], self.collector)
 
     async def deploy(self, members: Sequence[Member]) -> None:
         """Returns when every stage is built and linked. DeploymentAbortedError if one of the members is lost."""

@@ -6,6 +6,7 @@ from ravnest.coordinator.deploy.current_deployment import CurrentDeployment
 from ravnest.coordinator.deploy.deployment import Deployment
 from ravnest.coordinator.deploy.deployment_record import DeploymentRecord
 from ravnest.coordinator.plan.prepared_job import PreparedJob
+from ravnest.coordinator.replicas.part_uploads import PartUploads
 from ravnest.coordinator.replicas.sources import DeploymentAbortedError, ReplicaSources
 from ravnest.coordinator.report.phase import Phase
 from ravnest.coordinator.run.job_run import JobRun
@@ -15,8 +16,10 @@ from ravnest.planner.plan import Plan
 class Rollout:
     """The rollouts of one run. All methods run on the network's event loop."""
 
-    def __init__(self, run: JobRun, current: CurrentDeployment) -> None:
+    def __init__(self, run: JobRun, current: CurrentDeployment, uploads: PartUploads) -> None:
+        """`uploads` receives the parts of replicas that are collected as checkpoints."""
         self._run = run
+        self._uploads = uploads
         self._current = current
 
     def create(
@@ -30,7 +33,7 @@ class Rollout:
         before = self._current.deployment
         if before is not None:
             before.close()
-        deployment = Deployment(self._run, prepared, plan, sources, record)
+        deployment = Deployment(self._run, self._uploads, prepared, plan, sources, record)
         for cluster in deployment.clusters.all:
             cluster.begin_forming("it is being deployed")
         deployment.begin()

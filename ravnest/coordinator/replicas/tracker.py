@@ -52,6 +52,10 @@ class Replica:
     """For each stage, the providers that have its part."""
     hashes: tuple[str, ...] = ()
     """For each stage, the sha256 of its part as its owner reported it; empty when it did not."""
+    sizes_bytes: tuple[int, ...] = ()
+    """For each stage, the size of its part."""
+    announced_at: float = 0.0
+    """When it was announced, on the clock `time.monotonic`."""
 
     def sha256(self, stage: int) -> str:
         return self.hashes[stage] if stage < len(self.hashes) else ""
@@ -71,8 +75,7 @@ class _PendingReplica:
     """Microbatches that were fed between the last complete replica and this one."""
     nodes: dict[int, set[str]] = field(default_factory=dict)
     hashes: dict[int, str] = field(default_factory=dict)
-    bytes: int = 0
-    """Size of its largest part."""
+    sizes_bytes: dict[int, int] = field(default_factory=dict)
     seconds: float = 0.0
     """Time of the slowest stage from its snapshot until the holder had its part."""
 
@@ -103,6 +106,8 @@ class _ClusterReplicas:
     event_at: float = -math.inf
     is_requested: bool = False
     """A caller waits for a replica: it is announced as soon as possible."""
+    is_required: bool = False
+    """A replica is announced with the microbatch that is about to be fed."""
 
 
 class ReplicaTracker:
@@ -181,6 +186,18 @@ class ReplicaTracker:
         state = self._by_cluster.get(cluster.id)
         return state.holders[stage] if state is not None and stage < len(state.holders) else ""
 
+    def makes_replicas_of(self, cluster: ClusterRun) -> bool:
+        """Whether the cluster has holders, so that it makes replicas."""
+        return cluster.id in self._by_cluster
+
+    def pending(self, cluster: ClusterRun) -> tuple[int, DataPosition, float] | None:
+        """The newest pending replica: its number, its place and when it was announced; None without one."""
+        state = self._by_cluster.get(cluster.id)
+        if state is None or not state.pending:
+            return None
+        number = next(reversed(state.pending))
+        return number, state.pending[number].place, state.pending[number].began
+
     @property
     def largest_part_bytes(self) -> int:
         """Size of the largest part in the newest replicas."""
@@ -192,6 +209,23 @@ class ReplicaTracker:
         if state is not None:
             state.is_requested = True
 
+    def require(self, cluster: ClusterRun) -> None:
+        """Announces a replica with the very microbatch that is about to be fed, whatever the pace says. For a cluster
+        without a pending replica."""
+        state = self._by_cluster.get(cluster.id)
+        if state is not None:
+            state.is_required = True
+
+    def give_up_late(self, cluster: ClusterRun) -> None:
+        """Gives up the pending replicas if the oldest takes too long."""
+        state = self._by_cluster.get(cluster.id)
+        if state is None or not state.pending:
+            return
+        waited_seconds = time.monotonic() - next(iter(state.pending.values())).began
+        part_bytes = max(state.last_bytes, _STATE_BYTES * max(stage.parameters for stage in cluster.plan.stages))
+        if waited_seconds >= replica_timeout_seconds(part_bytes, self._slowest(cluster), state.last_seconds):
+            self._give_up(cluster.id, state, f"not every part was confirmed after {waited_seconds:.0f} s")
+
     def announce_with(self, cluster: ClusterRun, item: TrainBatch) -> int:
         """The number of the replica that is announced with this microbatch, which completes an update; 0 for none."""
         state = self._by_cluster.get(cluster.id)
@@ -201,14 +235,10 @@ class ReplicaTracker:
             # A lost cluster's microbatch may be older than the newest replica here: providers keep the highest numbers.
             return 0
         now = time.monotonic()
-        if state.pending:
-            oldest = next(iter(state.pending.values()))
-            part_bytes = max(state.last_bytes, _STATE_BYTES * max(stage.parameters for stage in cluster.plan.stages))
-            if now - oldest.began >= replica_timeout_seconds(part_bytes, self._slowest(cluster), state.last_seconds):
-                self._give_up(cluster.id, state, f"not every part was confirmed after {now - oldest.began:.0f} s")
-            elif state.complete is None or len(state.pending) >= _MAX_PENDING:
-                return 0
-        if now - state.last_began < max(
+        self.give_up_late(cluster)
+        if state.pending and (state.complete is None or len(state.pending) >= _MAX_PENDING):
+            return 0
+        if not state.is_required and now - state.last_began < max(
             state.backoff_seconds, _SPACING * state.last_part_seconds if state.pending else 0.0
         ):
             return 0
@@ -225,11 +255,11 @@ class ReplicaTracker:
         )
         if self._shared and now - state.last_began < _SHARED_SPACING * state.last_seconds:
             due = False
-        if not (due or state.is_requested):
+        if not (due or state.is_requested or state.is_required):
             return 0
         number = item.microbatch + 1
         state.pending[number] = _PendingReplica(item.after, now, cluster.dropped + len(cluster.retained))
-        state.newest, state.last_began, state.is_requested = number, now, False
+        state.newest, state.last_began, state.is_requested, state.is_required = number, now, False, False
         self._on_announced(cluster.id, number, item.after)
         return number
 
@@ -256,7 +286,7 @@ class ReplicaTracker:
                 ""
             }
             found.hashes[stage] = message.sha256 if re.fullmatch("[0-9a-f]{64}", message.sha256) else ""
-            found.bytes = max(found.bytes, message.size_bytes)
+            found.sizes_bytes[stage] = message.size_bytes
             # NaN fails the comparison and is rejected.
             found.seconds = max(found.seconds, message.seconds if 0 <= message.seconds < _MAX_REPORTED_SECONDS else 0.0)
             if len(found.nodes) == len(state.keys):
@@ -270,9 +300,10 @@ class ReplicaTracker:
     def _complete(self, cluster: ClusterRun, state: _ClusterReplicas, number: int, done: _PendingReplica) -> None:
         nodes = tuple(frozenset(done.nodes[stage]) for stage in range(len(state.keys)))
         hashes = tuple(done.hashes[stage] for stage in range(len(state.keys)))
-        state.complete, state.backoff_seconds = Replica(number, done.place, nodes, hashes), 0.0
+        sizes = tuple(done.sizes_bytes[stage] for stage in range(len(state.keys)))
+        state.complete, state.backoff_seconds = Replica(number, done.place, nodes, hashes, sizes, done.began), 0.0
         state.last_seconds, state.last_part_seconds = time.monotonic() - done.began, done.seconds
-        state.last_bytes, state.updates = done.bytes, done.place.updates
+        state.last_bytes, state.updates = max(sizes), done.place.updates
         # In the order of feeding, which differs from the order of numbers after a cluster was lost.
         dropped = min(cluster.dropped, done.microbatches + 1)
         cluster.dropped -= dropped
@@ -293,7 +324,7 @@ class ReplicaTracker:
             cluster=cluster.id,
             replica=number,
             seconds=state.last_seconds,
-            bytes=done.bytes,
+            bytes=max(sizes),
         )
         self._on_complete()
 

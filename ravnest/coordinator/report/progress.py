@@ -4,7 +4,6 @@ The rates are in `TrainingClock`, the figures of a stage in `stage_figures`. Not
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from ravnest.monitor.summary import (
     ClusterSummary,
     Fault,
     MicrobatchCounts,
+    SavedStates,
     StageSummary,
     Status,
     Summary,
@@ -95,7 +95,7 @@ class Progress:
         self.faults: list[Fault] = []
         self.check = Check()
         """Result of evaluating the model from its file."""
-        self._started_at = time.time()
+        self.saved = SavedStates()
         self._writing = threading.Lock()
         self._is_over = False
 
@@ -159,11 +159,12 @@ class Progress:
             ledger=MicrobatchCounts(**counts),
             faults=tuple(self.faults),
             updates=self.ledger.updates,
-            started_at=self._started_at,
+            started_at=self.clock.started_at,
             first_update_seconds=self.clock.first_update_seconds,
             model=model,
             standstill=self.standstill if status == "running" else "",
             check=self.check,
+            saved=self.saved,
         )
 
     def write(self, summary: Summary, run: RunPaths) -> None:
