@@ -50,6 +50,7 @@ class SurvivingState:
         newest = max(complete, key=lambda each: each.place.updates, default=None)
         if newest is not None and newest.place.updates > self._begin.updates:
             await self._wait_for(newest)
+        context.enter(Phase.RESUMING)
         found = await self._newest()
         if found is None:
             reason = (
@@ -85,7 +86,6 @@ class SurvivingState:
         found = self._used = find_surviving_replica(self._known, members, self._begin.updates, self._failed)
         if found is None:
             return None
-        context.enter(Phase.RESUMING)
         announced = found.announced
         context.emit("resumed_swarm", found.reason, updates=announced.place.updates, source="replica")
         context.say(f"resuming from a replica: {found.reason}")

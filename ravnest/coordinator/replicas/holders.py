@@ -44,6 +44,7 @@ class ReplicaHolders:
         """By cluster, the number of the replica before which holders have been told to delete."""
         self._pinned: dict[int, int] = {}
         """By cluster, the number of the replica that the coordinator is collecting."""
+        self._recording = asyncio.Lock()
         self._pairs: dict[str, tuple[str, str]] = {}
         """By stage key, the owner of the stage and the holder of its replicas."""
         self.replicas = ReplicaTracker(
@@ -165,8 +166,13 @@ class ReplicaHolders:
             key = f"{self._deployment}-{cluster.id}"
             starts = tuple(stage.start for stage in cluster.plan.stages)
             record = AnnouncedReplica(key, replica.number, replica.place, starts, parts, at)
-            with self._context.failing():
-                await asyncio.to_thread(state.completed, key, record.to_json())
+            async with self._recording:
+                newest = self.replicas.newest(cluster)
+                if newest is not None and newest.number != replica.number:
+                    # The newer one records itself, and threads do not take turns in order.
+                    return
+                with self._context.failing():
+                    await asyncio.to_thread(state.completed, key, record.to_json())
         await self._delete_before(cluster, replica)
 
     async def _delete_before(self, cluster: ClusterRun, replica: Replica) -> None:
