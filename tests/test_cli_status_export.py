@@ -5,6 +5,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import closing
 from dataclasses import replace
@@ -25,8 +26,10 @@ from ravnest.monitor.summary import (
     ClusterSummary,
     LinkSummary,
     MicrobatchCounts,
+    SavedState,
     StageSummary,
     Staleness,
+    StateSummary,
     Status,
     Summary,
 )
@@ -202,6 +205,19 @@ def test_export_writes_the_newest_checkpoint_under_the_users_names(
     assert torch.equal(tensors["embed.weight"], torch.full((2, 2), 20.0))
     assert torch.equal(tensors["head.weight"], tensors["embed.weight"])
     assert "3 tensors" in capsys.readouterr().out
+
+
+def test_export_says_how_much_further_the_run_is(
+    run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = time.time()
+    state = StateSummary(replica=SavedState(updates=240, at=at - 20.0))
+    replace(a_summary("running"), updates=250, state=state).write(run)
+    # The process of this run is gone.
+    assert call("export", str(run.path), "--out", str(tmp_path / "model.safetensors")) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.startswith("the run had come 230 updates further; this checkpoint was ")
+    assert "; the providers hold the state after 240 updates, 20 s old: continue the run with --resume" in told
 
 
 def test_export_can_take_an_older_checkpoint(run: RunDirectory, tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
 from ravnest import units
 from ravnest.cli.arguments import Subparsers
 from ravnest.errors import RunError
-from ravnest.monitor.run_directory import existing_run
+from ravnest.monitor.run_directory import RunPaths, existing_run, lock_holder
+from ravnest.monitor.summary import Summary
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -63,4 +65,26 @@ def run(args: argparse.Namespace) -> int:
         f"wrote {out}: {len(tensors)} tensors, {units.byte_size(out.stat().st_size)}, "
         f"after {units.count(info.updates)} updates and {units.count(info.samples)} samples"
     )
+    if age := _age(paths, info.updates, info.recorded_at):
+        print(age)
     return 0
+
+
+def _age(paths: RunPaths, updates: int, recorded_at: float | None) -> str:
+    """How much newer the run was than the exported checkpoint, and what newer state there is; empty if it has all."""
+    if not paths.summary_path.exists():
+        return ""
+    summary = Summary.read(paths.summary_path)
+    if summary.updates <= updates:
+        return ""
+    is_running = lock_holder(paths) is not None
+    now = time.time() if is_running else paths.summary_path.stat().st_mtime
+    text = f"the run {'is' if is_running else 'had come'} {units.counted(summary.updates - updates, 'update')} further"
+    if recorded_at is not None:
+        text += f"; this checkpoint {'is' if is_running else 'was'} {units.duration(max(0.0, now - recorded_at))} old"
+    replica = summary.state.replica
+    if replica is not None and replica.updates > updates:
+        age = units.duration(max(0.0, now - replica.at))
+        text += f"; the providers hold the state after {units.count(replica.updates)} updates, {age} old"
+        text += ", which the next checkpoint collects" if is_running else ": continue the run with --resume to get it"
+    return text

@@ -15,6 +15,7 @@ from ravnest.cli.arguments import Subparsers
 from ravnest.errors import printable
 from ravnest.monitor.events import Event, read_events
 from ravnest.monitor.run_directory import RunPaths, existing_run, lock_holder
+from ravnest.monitor.saved_state import saved_states_as_text
 from ravnest.monitor.summary import Summary
 
 if TYPE_CHECKING:
@@ -123,6 +124,8 @@ def print_state(
             if event is not None:
                 told = printable(str(event.get("reason", "")))
                 console.print(Text.assemble((f"{name:<14}", "dim"), told), soft_wrap=True)
+        if saved := saved_states_as_text(summary, _seen_at(paths, process)):
+            console.print(Text.assemble((f"{'saved':<14}", "dim"), saved), soft_wrap=True)
         for flying in _flights(summary):
             console.print(Text.assemble((f"{'in flight':<14}", "dim"), printable(flying)), soft_wrap=True)
         if summary.state.told:
@@ -145,6 +148,14 @@ def print_state(
         console.print()
         for event in events[-SHOWN_EVENTS:]:
             console.print(_event(event), soft_wrap=True)
+
+
+def _seen_at(paths: RunPaths, process: int | None) -> float:
+    """The time of the state that is shown: now, or when the summary of a run whose process is gone was written."""
+    with suppress(OSError):
+        if process is None:
+            return paths.summary_path.stat().st_mtime
+    return time.time()
 
 
 def _member_table(members: "list[KnownMember]", process: int | None) -> Any:

@@ -61,9 +61,9 @@ class _Training:
         self.run = run
         self.current = CurrentDeployment()
         self.planner = PresentPlanner(run, asked)
-        rollout = Rollout(run, self.current)
         self.uploads = PartUploads(run.context)
-        self.first = FirstDeployment(run, self.planner, rollout, self.uploads)
+        rollout = Rollout(run, self.current, self.uploads)
+        self.first = FirstDeployment(run, self.planner, rollout)
         self.upkeep = Upkeep(run, self.current, self.planner, Redeployment(run, self.current, self.planner, rollout))
         self.messages = StageMessages(run, self.current, self.upkeep, self.uploads)
         self.intake = Intake(run, self.current)

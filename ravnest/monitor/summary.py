@@ -86,18 +86,6 @@ class AveragingSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateSummary:
-    """Intervals of replicas and checkpoints, and the cost of a loss; None where nothing was told."""
-
-    at_most_lost_seconds: float | None = None
-    """Work of one stage that is repeated at most when a machine is lost."""
-    replica_seconds: float | None = None
-    checkpoint_seconds: float | None = None
-    told: str = ""
-    """The same in words."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class MicrobatchCounts:
     """Numbers of microbatches by outcome."""
 
@@ -133,6 +121,31 @@ class Check:
     measured: Mapping[str, float | None] = field(default_factory=dict)
     """Loss and metrics on these batches, computed from the saved model."""
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedState:
+    """A state from which the run could continue."""
+
+    updates: int = 0
+    at: float = 0.0
+    """When it was recorded, in seconds since 1970."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSummary:
+    """How often the run's state is saved, what a loss costs, and from where the run could continue."""
+
+    at_most_lost_seconds: float | None = None
+    """Work of one stage that is repeated at most when a machine is lost; None where nothing was told."""
+    replica_seconds: float | None = None
+    checkpoint_seconds: float | None = None
+    told: str = ""
+    """The intervals and the cost in words."""
+    checkpoint: SavedState | None = None
+    """The newest checkpoint; None before the first."""
+    replica: SavedState | None = None
+    """The newest state of all stages that the providers hold on their disks; None without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,10 +206,15 @@ def _summary(record: dict[str, Any]) -> Summary:
         "averaging": _made(AveragingSummary, record.get("averaging", {})),
         "ledger": _made(MicrobatchCounts, record.get("ledger", {})),
         "check": _made(Check, record.get("check", {})),
-        "state": _made(StateSummary, record.get("state", {})),
+        "state": _state(record.get("state", {})),
         "faults": tuple(_made(Fault, item) for item in record.get("faults", ())),
     }
     return _made(Summary, record | nested)
+
+
+def _state(record: dict[str, Any]) -> StateSummary:
+    saved = {name: record.get(name) for name in ("checkpoint", "replica")}
+    return _made(StateSummary, record | {name: each and _made(SavedState, each) for name, each in saved.items()})
 
 
 def _cluster(record: dict[str, Any]) -> ClusterSummary:

@@ -328,6 +328,7 @@ class Agent:
             machine.memory_bytes,
             self._baseline_bytes,
             machine.pretence,
+            self._console.say,
             self._transfers,
         )
 

@@ -34,7 +34,7 @@ def _upload_nothing() -> None:
     upload = CoordinatorClient.upload
 
     async def hang(self: CoordinatorClient, name: str, chunks: AsyncIterator[bytes]) -> None:
-        if int(name.rpartition("-")[2]) < FROM:
+        if int(name.split("-")[1]) < FROM:
             await upload(self, name, chunks)
             return
         await asyncio.Event().wait()

@@ -17,7 +17,7 @@ FIELDS = {
     *("status", "reason", "samples", "epochs", "seconds", "samples_per_second", "predicted_samples_per_second"),
     *("train_loss", "eval", "clusters", "averaging", "ledger", "faults"),
 }
-FURTHER_FIELDS = {"updates", "started_at", "first_update_seconds", "model", "standstill", "check"}
+FURTHER_FIELDS = {"updates", "started_at", "first_update_seconds", "model", "standstill", "check", "state"}
 STAGE_FIELDS = {
     *("provider", "stage", "role", "device", "parameters", "peak_memory_bytes", "busy_fraction", "updates"),
     *("staleness", "bytes_sent", "bytes_received"),

@@ -17,7 +17,7 @@ from ravnest.errors import DiskFullError, RunError
 IN_MEMORY: Final = Path(":memory:")
 """Path of a store that ends with its process."""
 
-SCHEMA_VERSION: Final = 5
+SCHEMA_VERSION: Final = 6
 """Version of the tables below. It grows whenever an older program could misread the tables of a newer one."""
 
 _BUSY_SECONDS: Final = 5.0
@@ -51,6 +51,8 @@ _TABLES: Final = (
     "CREATE TABLE IF NOT EXISTS plan (stage INTEGER PRIMARY KEY, node_id TEXT NOT NULL)",
     # The latest announced replicas, as `replicas.surviving.AnnouncedReplica` writes them.
     "CREATE TABLE IF NOT EXISTS replicas (id INTEGER PRIMARY KEY, announced TEXT NOT NULL)",
+    # The manifest: of each cluster the newest complete replica, with its parts, as `replicas.surviving` writes it.
+    "CREATE TABLE IF NOT EXISTS complete (cluster TEXT PRIMARY KEY, replica TEXT NOT NULL)",
     # The stages and their providers, as `standing.DeploymentRecord` writes it, and whether that was changing.
     "CREATE TABLE IF NOT EXISTS standing (id INTEGER PRIMARY KEY, record TEXT NOT NULL, changing INTEGER NOT NULL)",
     """CREATE TABLE IF NOT EXISTS lines (

@@ -1,8 +1,8 @@
 """State of a swarm for a restarted coordinator: its providers, their stages, and the coordinator's address.
 
 The coordinator writes it while the run goes on, so that it exists after a kill too. A killed process loses nothing that
-was written. A power failure may lose the last seconds, which is why training continues from checkpoints and not from
-here.
+was written. A power failure may lose the last seconds, except of the manifest of complete replicas, which is synced to
+the disk.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -122,6 +122,26 @@ class SwarmState:
             connection.execute(
                 "DELETE FROM replicas WHERE id <= (SELECT MAX(id) FROM replicas) - ?", (_REMEMBERED_REPLICAS,)
             )
+
+    def completed(self, cluster: str, replica: str) -> None:
+        """Stores the newest complete replica of a cluster. A power failure after this call does not lose it."""
+        with self._store.used() as connection:
+            connection.execute("PRAGMA synchronous = FULL")
+            try:
+                # A new row, so that the clusters of the latest deployments have the highest row numbers.
+                connection.execute(
+                    "INSERT OR REPLACE INTO complete (cluster, replica) VALUES (?, ?)", (cluster, replica)
+                )
+                connection.execute(
+                    "DELETE FROM complete WHERE rowid <= (SELECT MAX(rowid) FROM complete) - ?", (_REMEMBERED_REPLICAS,)
+                )
+            finally:
+                connection.execute("PRAGMA synchronous = NORMAL")
+
+    def complete_replicas(self) -> list[str]:
+        """The newest complete replica of each cluster, also of earlier deployments."""
+        with self._store.used() as connection:
+            return [text for (text,) in connection.execute("SELECT replica FROM complete ORDER BY rowid")]
 
     def replicas(self) -> list[str]:
         """The latest announced replicas."""

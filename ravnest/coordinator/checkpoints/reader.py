@@ -40,6 +40,12 @@ class CheckpointInfo:
         return int(self.manifest["samples"])
 
     @property
+    def recorded_at(self) -> float | None:
+        """When its state was recorded, in seconds since 1970; None in a checkpoint that does not say so."""
+        at = self.manifest.get("created_at")
+        return float(at) if isinstance(at, int | float) else None
+
+    @property
     def epoch(self) -> int:
         return int(self.manifest["epoch"])
 

@@ -1,11 +1,13 @@
 """Checkpoint saver: takes a checkpoint from its announcement to the commit.
 
-A checkpoint is consistent without stopping the pipeline: it is announced with a microbatch, and every stage saves its
-state right after it applied that microbatch. Stages apply microbatches in the same order, so together the parts are the
-model after exactly that many updates. The last checkpoint of a run is taken when nothing is in flight.
+A checkpoint is consistent without stopping the pipeline: every stage records its state right after it applied the same
+microbatch. Stages apply microbatches in the same order, so together the parts are the model after exactly that many
+updates. The parts are those of a replica, which the coordinator collects in the background, or the stages upload them.
+The last checkpoint of a run is taken when nothing is in flight.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -79,6 +81,9 @@ class Saver:
         self._pending: PendingCheckpoint | None = None
         self._parts: set[int] = set()
         """The stages of the pending checkpoint whose parts have arrived."""
+        self._recorded_at = 0.0
+        """When the state of the pending checkpoint was recorded, in seconds since 1970."""
+        self._is_committing = False
 
     def follow(self, before: "Saver") -> None:
         """Continues the schedule of another saver of the same run; its checkpoints are this run's as well."""
@@ -91,6 +96,16 @@ class Saver:
     @property
     def under_way(self) -> bool:
         return self._pending is not None
+
+    @property
+    def pending(self) -> int | None:
+        """The number of the pending checkpoint; None without one."""
+        return None if self._mark is None else self._mark.checkpoint
+
+    @property
+    def is_committing(self) -> bool:
+        """Whether all parts of the pending checkpoint have arrived and it is being written."""
+        return self._is_committing
 
     @property
     def lacking(self) -> tuple[int, ...]:
@@ -110,13 +125,15 @@ class Saver:
         """Training has waited this long for `must_wait`."""
         self._schedule.held(seconds)
 
-    def begin(self, mark: Mark) -> None:
-        """Announces a checkpoint; RunError when the disk refuses, DiskFullError when it has no room.
+    def begin(self, mark: Mark, age_seconds: float = 0.0) -> None:
+        """Announces a checkpoint, or begins to collect a state that was recorded `age_seconds` ago. RunError when the
+        disk refuses, DiskFullError when it has no room.
 
         A checkpoint that the disk has no room for counts in the schedule: the next microbatch finds no room either.
         """
         self.abort()
-        self._schedule.begun(mark.place.updates)
+        self._schedule.begun(mark.place.updates, age_seconds)
+        self._recorded_at = time.time() - age_seconds
         self._pending = self._store.begin(mark.checkpoint, self.needed_bytes)
         self._mark = mark
         self._parts = set()
@@ -134,10 +151,13 @@ class Saver:
     def room(self) -> DiskRoom:
         return self._store.room()
 
-    async def part(self, checkpoint: int, stage: int, chunks: AsyncIterator[bytes]) -> CheckpointInfo | None:
+    async def part(
+        self, checkpoint: int, stage: int, chunks: AsyncIterator[bytes], sha256: str = ""
+    ) -> CheckpointInfo | None:
         """Receives a stage's part; returns the checkpoint when this was its last part.
 
-        RunError when the disk refuses, BadPartError for a part that the stage may not save. When the disk is full, the
+        RunError when the disk refuses, BadPartError for a part that the stage may not save, or that has another hash
+        than `sha256` if that is known. When the disk is full, the
         checkpoint is aborted and `on_full` is called. The rest of the part is then read and discarded, as are parts
         of an aborted checkpoint and parts that have arrived before: the stage has done its work.
         """
@@ -148,7 +168,7 @@ class Saver:
             await _discard(chunks)
             return None
         try:
-            await pending.write_part(stage, chunks, expected.check)
+            await pending.write_part(stage, chunks, expected.check, sha256)
         except BadPartError:
             if self._pending is not pending:
                 # The checkpoint was aborted meanwhile, and its files were removed under the check.
@@ -167,6 +187,7 @@ class Saver:
         # A run that resumes from the checkpoint feeds everything beyond it again.
         counts = {**mark.ledger, "fed": place.microbatches, "completed": place.microbatches, "lost": 0}
         before, self.whole = self.whole, True
+        self._is_committing, recorded_at = True, self._recorded_at
         try:
             info = await asyncio.to_thread(
                 pending.commit,
@@ -176,11 +197,14 @@ class Saver:
                 position=place.position,
                 ledger=counts,
                 state={**self._state, "data_state": place.data_state},
+                created_at=recorded_at,
             )
         except RunError as error:
             self.whole = before
             self._on_refused(pending, error)
             return None
+        finally:
+            self._is_committing = False
         self._schedule.saved(place.updates)
         if self._pending is pending:
             # Otherwise it was aborted too late and is on the disk: it counts, and another may be pending.

@@ -53,9 +53,9 @@ class CheckpointSchedule:
         """Training has waited for this long, which does not count when its rate is measured."""
         self._held_seconds += seconds
 
-    def begun(self, updates: int) -> None:
-        """A checkpoint with this number of updates begins."""
-        now = self._clock()
+    def begun(self, updates: int, age_seconds: float = 0.0) -> None:
+        """A checkpoint with this number of updates begins. Its state was recorded this long ago."""
+        now = max(self._begun_at, self._clock() - age_seconds)
         seconds = now - self._begun_at - self._held_seconds
         self._pace = self._pace.trained(updates - self._begun_updates, seconds)
         self._begun_at, self._held_seconds, self._begun_updates = now, 0.0, updates

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ravnest.coordinator.checkpoints.disk_space import DiskRoom
+from ravnest.coordinator.checkpoints.part_check import BadPartError
 from ravnest.coordinator.checkpoints.reader import (
     FORMAT,
     MANIFEST_NAME,
@@ -127,6 +128,11 @@ class CheckpointStore:
         return removed
 
     @property
+    def newest(self) -> CheckpointInfo | None:
+        """The newest checkpoint that is known to be good."""
+        return self._newest
+
+    @property
     def newest_bytes(self) -> int:
         """The size of the newest checkpoint that is known to be good; 0 without one."""
         return 0 if self._newest is None else sum(part["size"] for part in self._newest.manifest["parts"])
@@ -178,12 +184,13 @@ class PendingCheckpoint:
         self._aborted = False
 
     async def write_part(
-        self, stage: int, chunks: AsyncIterator[bytes], check: Callable[[Path], None] = lambda _: None
+        self, stage: int, chunks: AsyncIterator[bytes], check: Callable[[Path], None] = lambda _: None, sha256: str = ""
     ) -> None:
         """Streams one stage's safetensors file to the disk and hashes it; several calls may run at once.
 
-        RunError when the disk refuses; other exceptions of `chunks` and `check` pass through. The part then does not
-        count, and neither does one that another connection sends again. After `abort`, the rest is read and discarded.
+        RunError when the disk refuses, BadPartError when the file has another hash than `sha256` if that is given;
+        other exceptions of `chunks` and `check` pass through. The part then does not count, and neither does one that
+        another connection sends again. After `abort`, the rest is read and discarded.
         """
         self._parts.pop(stage, None)
         file = await asyncio.to_thread(_PartFile, self._folder / f"part-{stage}.safetensors")
@@ -198,6 +205,10 @@ class PendingCheckpoint:
             if self._aborted:
                 return
             part = await asyncio.to_thread(file.finish)
+            if self._aborted:
+                return
+            if sha256 not in ("", part["sha256"]):
+                raise BadPartError(f"the part of stage {stage} has another sha256 than its owner reported")
             try:
                 await asyncio.to_thread(check, file.path)
             finally:
@@ -220,8 +231,10 @@ class PendingCheckpoint:
         position: int,
         ledger: Mapping[str, Any],
         state: Mapping[str, Any],
+        created_at: float | None = None,
     ) -> CheckpointInfo:
-        """Makes the checkpoint count: writes the manifest, syncs, renames, and removes the oldest checkpoint.
+        """Makes the checkpoint count: writes the manifest, syncs, renames, and removes the oldest checkpoint. Its state
+        was recorded at the time `created_at` (seconds since 1970; None: now).
 
         It blocks on the disk, so an event loop calls it in a thread. RunError when the disk refuses: the folder is then
         removed, and the earlier checkpoints are unchanged.
@@ -236,7 +249,7 @@ class PendingCheckpoint:
             "parts": [self._parts[stage] for stage in sorted(self._parts)],
             "ledger": dict(ledger),
             "state": dict(state),
-            "created_at": time.time(),
+            "created_at": time.time() if created_at is None else created_at,
         }
         text = json.dumps(manifest, indent=1, allow_nan=False)
         path = self._folder / MANIFEST_NAME
@@ -255,6 +268,9 @@ class PendingCheckpoint:
     def abort(self) -> None:
         """Discards the checkpoint; after `commit` it does nothing."""
         self._aborted = True
+        for file in list(self._writers.values()):
+            # An open file would keep its space on the disk until its upload ends.
+            file.close()
         thrown = self._folder.with_name(f"{self._folder.name}{_THROWN}")
         try:
             # Renamed first, so that a thread that is about to write a part finds no folder.
@@ -299,9 +315,11 @@ class _PartFile:
             self._size += len(chunk)
 
     def finish(self) -> dict[str, Any]:
-        """Syncs the file and returns its entry in the manifest."""
+        """Syncs the file and returns its entry in the manifest, which does not count if it was closed before."""
         with self._lock:
             try:
+                if self._file.closed:
+                    return {}
                 os.fsync(self._file.fileno())
             except OSError as error:
                 raise write_error(self.path, error) from error

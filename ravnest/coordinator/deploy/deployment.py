@@ -18,8 +18,10 @@ from ravnest.coordinator.deploy.stage_delivery import StageDelivery
 from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters, FedMicrobatch
 from ravnest.coordinator.plan.lr_schedule import rate_course_of
 from ravnest.coordinator.plan.prepared_job import PreparedJob
+from ravnest.coordinator.replicas.collector import ReplicaCollector
 from ravnest.coordinator.replicas.holders import ReplicaHolders
 from ravnest.coordinator.replicas.outlook import StateOutlook
+from ravnest.coordinator.replicas.part_uploads import PartUploads
 from ravnest.coordinator.replicas.sources import DeploymentAbortedError, ReplicaSources, StateTransfers
 from ravnest.coordinator.replicas.tracker import ReplicaTracker
 from ravnest.coordinator.run.allowed_links import AllowedLinks
@@ -32,6 +34,7 @@ from ravnest.net.v1.control_pb2 import CoordinatorMessage, Start
 from ravnest.planner.averaging import RoundBasis
 from ravnest.planner.plan import Plan
 from ravnest.planner.proposal import Proposal
+from ravnest.planner.recovery.state_periods import StatePeriods
 from ravnest.planner.rings.round_time import joining_seconds
 from ravnest.planner.search.fixed_layout import ClusterLayout
 
@@ -45,6 +48,7 @@ class Deployment:
     def __init__(
         self,
         run: JobRun,
+        uploads: PartUploads,
         prepared: PreparedJob,
         plan: Plan,
         sources: ReplicaSources | None = None,
@@ -52,7 +56,7 @@ class Deployment:
     ) -> None:
         """No stage is deployed yet. Stages will start from what the `sources` hold, or else from the `prepared` job.
         With a `record`, this is the recorded deployment, whose stages kept running while the coordinator was away."""
-        context = run.context
+        context, checkpoint = run.context, prepared.job.checkpoint
         context.swarm.generation += 1
         generation = context.swarm.generation
         self.id = secrets.token_hex(4) if record is None else record.deployment
@@ -77,14 +81,11 @@ class Deployment:
             self.transfers,
             self.links,
             self.artifacts,
-            is_exact=prepared.job.checkpoint.exact,
+            is_exact=checkpoint.exact,
         )
-        self.outlook = StateOutlook(
-            self.replicas,
-            context.emit,
-            prepared.job.checkpoint.every_seconds,
-            plan.basis.network.requester.down_bytes_per_second,
-        )
+        self.collector = ReplicaCollector(context, self.id, self.holders, uploads, checkpoint)
+        line = plan.basis.network.requester.down_bytes_per_second
+        self.outlook = StateOutlook(self.replicas, self._tell_periods, checkpoint.every_seconds, line)
         self.holders.on_replicas = self._look_at_state
         self.holders.has_poor_line = self._has_poor_line
         self.delivery = StageDelivery(context, self.replicas, run.machine.threads)
@@ -135,6 +136,23 @@ class Deployment:
         if periods is not None and periods.checkpoint_seconds is not None:
             self._run.checkpointer.allow_every(0.0 if periods.meets_wish else periods.checkpoint_seconds)
 
+    def _tell_periods(self, periods: StatePeriods) -> None:
+        context, told = self._run.context, "; ".join(periods.sentences())
+        context.progress.state = replace(
+            context.progress.state,
+            told=told,
+            at_most_lost_seconds=periods.at_most_lost_seconds,
+            replica_seconds=periods.replica_seconds,
+            checkpoint_seconds=periods.checkpoint_seconds,
+        )
+        context.emit(
+            "state",
+            told,
+            at_most_lost_seconds=periods.at_most_lost_seconds,
+            replica_seconds=periods.replica_seconds,
+            checkpoint_seconds=periods.checkpoint_seconds,
+        )
+
     def _has_poor_line(self, owner: str, holder: str) -> bool:
         """Whether state from one provider to another passes the relay, or fills the line on which it arrives."""
         providers, network = self.plan.basis.providers, self.plan.basis.network
@@ -146,9 +164,13 @@ class Deployment:
     def begin(self) -> None:
         """Becomes the deployment that the run feeds and saves."""
         run = self._run
+        if self.transfers.sources is None:
+            # The providers delete the replicas of the deployment before.
+            progress = run.context.progress
+            progress.state = replace(progress.state, replica=None)
         run.dispatcher.clusters = self.clusters
         run.dispatcher.announce_replica = self.replicas.announce_with
-        run.checkpointer.deployed(self.id, self.clusters.all[0])
+        run.checkpointer.deployed(self.id, self.clusters.all[0], self.collector)
 
     async def deploy(self, members: Sequence[Member]) -> None:
         """Returns when every stage is built and linked. DeploymentAbortedError if one of the members is lost."""

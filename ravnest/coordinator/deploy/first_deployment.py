@@ -4,9 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
-from ravnest.coordinator.checkpoints.reader import load_checkpoint
 from ravnest.coordinator.deploy.deployment import Deployment
 from ravnest.coordinator.deploy.deployment_record import DeploymentRecord
 from ravnest.coordinator.deploy.gather_providers import gather
@@ -14,18 +12,14 @@ from ravnest.coordinator.deploy.plan_events import tell_plan
 from ravnest.coordinator.deploy.present_planner import PresentPlanner
 from ravnest.coordinator.deploy.resume_running_stages import ResumedStages, resume_stages, wait_for_return
 from ravnest.coordinator.deploy.rollout import Rollout
+from ravnest.coordinator.deploy.surviving_state import SurvivingState, continue_at
 from ravnest.coordinator.feed.cluster_state import ClusterRun
-from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.plan.plan_run import goal_of
-from ravnest.coordinator.replicas.part_uploads import PartUploads
 from ravnest.coordinator.replicas.sources import DeploymentAbortedError
-from ravnest.coordinator.replicas.surviving import AnnouncedReplica, find_surviving_replica
 from ravnest.coordinator.report.phase import Phase
-from ravnest.coordinator.run.checkpointer import saver_for
 from ravnest.coordinator.run.job_run import JobRun
 from ravnest.coordinator.swarm.members import Member
 from ravnest.errors import PlanError
-from ravnest.graph.cutting.partition import split
 from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Goal
 from ravnest.planner.search.fixed_layout import ClusterLayout, filled
@@ -35,12 +29,11 @@ from ravnest.units import counted
 class FirstDeployment:
     """Makes the first deployment of a run. All methods run on the network's event loop."""
 
-    def __init__(self, run: JobRun, planner: PresentPlanner, rollout: Rollout, uploads: PartUploads) -> None:
-        """`uploads` collects the parts of a replica that survived an earlier coordinator."""
+    def __init__(self, run: JobRun, planner: PresentPlanner, rollout: Rollout) -> None:
         self._run = run
         self._planner = planner
         self._rollout = rollout
-        self._uploads = uploads
+        self._surviving = SurvivingState(run)
 
     async def make(self) -> Deployment:
         """Waits for the requested number of providers, or for as many as can hold the model, and deploys the run on
@@ -55,24 +48,26 @@ class FirstDeployment:
 
         members, first_plan, why = await context.while_well(gather(context.members, asked.providers, fits, context.say))
         context.emit("gathered", f"{len(members)} providers: {why}")
-        layouts: Sequence[ClusterLayout] = ()
-        if (recorded := await self._recorded()) is not None:
-            record, was_changing = recorded
-            resumed = await self._resume_stages(goal, record, was_changing)
-            if resumed is not None:
-                return resumed
-            layouts = self._layouts_of(record, goal)
-        await self._resume_replica(members)
+        recorded = await self._recorded()
+        if recorded is not None and (resumed := await self._resume_stages(goal, *recorded)) is not None:
+            return resumed
+        sources = await self._surviving.find()
+        if sources is not None and asked.providers is None:
+            # More providers may have joined during the wait for the holders of its parts.
+            members = context.members.in_order()
+        layouts = () if recorded is None else self._layouts_of(recorded[0], goal)
         while True:
             plan = await self._plan(members, goal, layouts, first_plan)
             layouts = ()
             tell_plan(context, plan, run.prepared.job)
-            deployment = self._rollout.create(run.prepared, plan)
+            deployment = self._rollout.create(run.prepared, plan, sources)
             try:
                 await self._rollout.deploy(deployment)
                 return deployment
             except DeploymentAbortedError as error:
                 context.emit("deployment_broken_off", str(error))
+                if sources is not None:
+                    sources = await self._surviving.after_failure(deployment.transfers.sources, str(error))
                 members, goal, first_plan = await self._planner.wait_and_plan(run.prepared, str(error), [])
 
     async def _plan(
@@ -113,7 +108,7 @@ class FirstDeployment:
         if isinstance(resumed, str):
             context.emit("not_taken_over", f"cannot resume the running stages: {resumed}")
             return None
-        self._continue_at(record.place)
+        continue_at(run, record.place)
         for cluster in resumed.deployment.clusters.all:
             _note_lost(cluster, resumed.lost[cluster.id])
         reason = (
@@ -137,41 +132,6 @@ class FirstDeployment:
         if len(record.layouts) < goal.min_clusters:
             return ()
         return filled(record.layouts, self._run.context.present - self._run.exclusions.nodes) or ()
-
-    async def _resume_replica(self, members: Sequence[Member]) -> None:
-        """Continues from a replica that the providers still hold, if it is newer than the checkpoint."""
-        run, context, state = self._run, self._run.context, self._run.context.swarm.state
-        if state is None:
-            return
-        known = [AnnouncedReplica.from_json(text) for text in await asyncio.to_thread(state.replicas)]
-        updates = context.ledger.updates
-        found = find_surviving_replica(known, context.members.in_order(), updates)
-        if found is None:
-            if known:
-                reason = f"the providers hold no complete replica newer than the checkpoint of {updates} updates"
-                context.emit("resumed_swarm", reason, updates=updates, source="checkpoint")
-            return
-        context.enter(Phase.RESUMING)
-        announced = found.announced
-        graphs = await asyncio.to_thread(split, run.prepared.captured.graph, list(announced.starts[1:]))
-        saver = saver_for(run.store, run.prepared, dict(enumerate(graphs)), updates)
-        info = await self._uploads.collect(saver, announced.number, announced.place, found.parts)
-        if info is None:
-            reason = "the providers that had parts of a replica could not send them"
-            context.emit("not_regained", reason)
-            context.emit("resumed_swarm", f"from the checkpoint: {reason}", updates=updates, source="checkpoint")
-            return
-        context.emit("resumed_swarm", found.reason, updates=info.updates, source="replica")
-        context.say(f"resuming from a replica: {found.reason}")
-        self._continue_at(announced.place)
-        contents = await asyncio.to_thread(load_checkpoint, info)
-        run.prepared = replace(run.prepared, restored=contents)
-
-    def _continue_at(self, place: DataPosition) -> None:
-        context = self._run.context
-        context.ledger.begin_at(place)
-        self._run.start = self._run.dispatcher.fed_place = place
-        context.progress.clock.samples_at_start = context.ledger.samples
 
 
 def _note_lost(cluster: ClusterRun, stages: Mapping[int, str]) -> None:

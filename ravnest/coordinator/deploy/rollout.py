@@ -6,9 +6,9 @@ from ravnest.coordinator.deploy.current_deployment import CurrentDeployment
 from ravnest.coordinator.deploy.deployment import Deployment
 from ravnest.coordinator.deploy.deployment_record import DeploymentRecord
 from ravnest.coordinator.plan.prepared_job import PreparedJob
+from ravnest.coordinator.replicas.part_uploads import PartUploads
 from ravnest.coordinator.replicas.sources import DeploymentAbortedError, ReplicaSources
 from ravnest.coordinator.report.phase import Phase
-from ravnest.coordinator.report.progress import DeploymentViews
 from ravnest.coordinator.run.job_run import JobRun
 from ravnest.planner.plan import Plan
 
@@ -16,8 +16,10 @@ from ravnest.planner.plan import Plan
 class Rollout:
     """The rollouts of one run. All methods run on the network's event loop."""
 
-    def __init__(self, run: JobRun, current: CurrentDeployment) -> None:
+    def __init__(self, run: JobRun, current: CurrentDeployment, uploads: PartUploads) -> None:
+        """`uploads` receives the parts of replicas that are collected as checkpoints."""
         self._run = run
+        self._uploads = uploads
         self._current = current
 
     def create(
@@ -31,7 +33,7 @@ class Rollout:
         before = self._current.deployment
         if before is not None:
             before.close()
-        deployment = Deployment(self._run, prepared, plan, sources, record)
+        deployment = Deployment(self._run, self._uploads, prepared, plan, sources, record)
         for cluster in deployment.clusters.all:
             cluster.begin_forming("it is being deployed")
         deployment.begin()
@@ -64,6 +66,5 @@ class Rollout:
         context, progress = self._run.context, self._run.context.progress
         members = [context.members[node] for node in deployment.stage_of if node in context.members]
         progress.devices = {**progress.devices, **{m.node_id: m.machine.device for m in members}}
-        progress.plan, progress.clusters = deployment.plan, deployment.clusters
-        progress.views = DeploymentViews(deployment.rounds, deployment.outlook)
+        progress.plan, progress.clusters, progress.rounds = deployment.plan, deployment.clusters, deployment.rounds
         await deployment.holders.delete_outdated([member.node_id for member in context.members.connected()])

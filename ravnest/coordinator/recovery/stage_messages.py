@@ -91,7 +91,8 @@ class StageMessages:
             if self._is_of_a_stage(node_id, body):
                 self._upkeep.failures.failed(node_id, body)
             return
-        if self._context.members.records[node_id].events.take(time.monotonic()):
+        is_asked = self._uploads.is_asked(node_id, body.deployment)
+        if is_asked and self._context.members.records[node_id].events.take(time.monotonic()):
             self._context.emit("part_missing", printable(body.message), provider=node_id)
         self._uploads.on_part_unavailable(node_id, body.deployment)
 

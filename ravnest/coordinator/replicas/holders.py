@@ -2,19 +2,22 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters
 from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.replicas.sources import StateTransfers
-from ravnest.coordinator.replicas.surviving import AnnouncedReplica
-from ravnest.coordinator.replicas.tracker import STATE_BYTES, ReplicaTracker
+from ravnest.coordinator.replicas.surviving import AnnouncedReplica, RecordedPart
+from ravnest.coordinator.replicas.tracker import STATE_BYTES, Replica, ReplicaTracker
 from ravnest.coordinator.run.allowed_links import AllowedLinks
 from ravnest.coordinator.run.context import RunContext
 from ravnest.coordinator.run.orders import order_link, stage_key
 from ravnest.coordinator.run.stage_artifacts import StageArtifacts
 from ravnest.coordinator.swarm.members import Member
 from ravnest.coordinator.swarm.own_line import receiver_limit
+from ravnest.monitor.summary import SavedState
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Forget, Hold, Replicate
 from ravnest.planner.plan import StagePlan
 from ravnest.planner.recovery.assign_standbys import Warm
@@ -46,6 +49,9 @@ class ReplicaHolders:
         self._artifacts = artifacts
         self._deleted_before: dict[int, int] = {}
         """By cluster, the number of the replica before which holders have been told to delete."""
+        self._pinned: dict[int, int] = {}
+        """By cluster, the number of the replica that the coordinator is collecting."""
+        self._recording = asyncio.Lock()
         self._pairs: dict[str, tuple[str, str]] = {}
         """By stage key, the owner of the stage and the holder of its replicas."""
         self.has_poor_line: Callable[[str, str], bool] = lambda owner, holder: False
@@ -102,6 +108,17 @@ class ReplicaHolders:
                 )
         return self.replicas.newest(cluster) is not before
 
+    def pin(self, cluster: ClusterRun, number: int) -> None:
+        """Keeps the parts of this complete replica on the providers' disks until `unpin`. It must be the newest one:
+        its parts are still there."""
+        self._pinned[cluster.id] = number
+
+    def unpin(self, cluster: ClusterRun) -> None:
+        """The parts that were pinned may be deleted."""
+        number, newest = self._pinned.pop(cluster.id, None), self.replicas.newest(cluster)
+        if newest is not None and number not in (None, newest.number):
+            self._context.spawn(self._delete_before(cluster, newest))
+
     def remove(self, node_id: str) -> None:
         """This provider is gone: it owns no stage and holds no replica."""
         self.replicas.remove_provider(node_id)
@@ -153,15 +170,44 @@ class ReplicaHolders:
             if replica is None or self._deleted_before.get(cluster.id) == replica.number:
                 continue
             self._deleted_before[cluster.id] = replica.number
-            keys = [stage_key(self._deployment, stage) for stage in cluster.plan.stages]
-            # One message per cluster: the replica numbers of a slower or later cluster are different ones.
-            forget = CoordinatorMessage(forget=Forget(of=keys, before=replica.number))
-            for node_id in {node for key in keys for node in self._pairs.get(key, ()) if node}:
-                self._context.spawn(self._context.tell(node_id, forget))
+            self._context.spawn(self._record(cluster, replica))
         has_sources = self._transfers.sources is not None
         if has_sources and all(self.replicas.newest(cluster) is not None for cluster in self._clusters.whole):
             self._transfers.sources = None
             self._context.spawn(self.delete_outdated(sorted(self._context.present)))
+
+    async def _record(self, cluster: ClusterRun, replica: Replica) -> None:
+        """Stores the manifest of a complete replica. Only then may its predecessor be deleted."""
+        state, at = self._context.swarm.state, time.time() - (time.monotonic() - replica.announced_at)
+        progress = self._context.progress
+        progress.state = replace(progress.state, replica=SavedState(updates=replica.place.updates, at=at))
+        if state is not None:
+            parts = tuple(
+                RecordedPart(
+                    replica.sha256(stage), replica.sizes_bytes[stage], tuple(sorted(nodes)), replica.rounded[stage]
+                )
+                for stage, nodes in enumerate(replica.nodes)
+            )
+            key = f"{self._deployment}-{cluster.id}"
+            starts = tuple(stage.start for stage in cluster.plan.stages)
+            record = AnnouncedReplica(key, replica.number, replica.place, starts, parts, at)
+            async with self._recording:
+                newest = self.replicas.newest(cluster)
+                if newest is not None and newest.number != replica.number:
+                    # The newer one records itself, and threads do not take turns in order.
+                    return
+                with self._context.failing():
+                    await asyncio.to_thread(state.completed, key, record.to_json())
+        await self._delete_before(cluster, replica)
+
+    async def _delete_before(self, cluster: ClusterRun, replica: Replica) -> None:
+        """Tells the owners and holders of a cluster to delete the parts before this replica, except the pinned ones."""
+        keys = [stage_key(self._deployment, stage) for stage in cluster.plan.stages]
+        pinned = self._pinned.get(cluster.id, replica.number)
+        # One message per cluster: the replica numbers of a slower or later cluster are different ones.
+        order = Forget(of=keys, before=replica.number, pinned=[pinned] if pinned != replica.number else [])
+        for node_id in {node for key in keys for node in self._pairs.get(key, ()) if node}:
+            await self._context.tell(node_id, CoordinatorMessage(forget=order))
 
     def _on_announced(self, cluster: int, number: int, place: DataPosition) -> None:
         """Stores the announcement before the stages are told, so that a restarted coordinator can find the replica."""

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.replicas.tracker import ReplicaTracker
-from ravnest.monitor.summary import StateSummary
 from ravnest.planner.recovery.state_periods import StatePeriods
 
 _CHANGE = 1.25
@@ -17,13 +16,14 @@ class StateOutlook:
     def __init__(
         self,
         replicas: ReplicaTracker,
-        emit: Callable[..., None],
+        tell: Callable[[StatePeriods], None],
         wished_seconds: float | None,
         requester_bytes_per_second: float,
     ) -> None:
-        """`wished_seconds` is `checkpoint.every_seconds`, and the rate is that of the requester's downlink."""
+        """`tell` is called with periods that are new to the user. `wished_seconds` is `checkpoint.every_seconds`, and the
+        rate is that of the requester's downlink."""
         self._replicas = replicas
-        self._emit = emit
+        self._tell = tell
         self._wished_seconds = wished_seconds
         self._rate = requester_bytes_per_second
         self._told: StatePeriods | None = None
@@ -36,26 +36,8 @@ class StateOutlook:
         worst = max(found, key=lambda periods: (periods.at_most_lost_seconds, periods.checkpoint_seconds or 0.0))
         if self._told is None or has_changed(self._told, worst):
             self._told = worst
-            self._emit(
-                "state",
-                "; ".join(worst.sentences()),
-                at_most_lost_seconds=worst.at_most_lost_seconds,
-                replica_seconds=worst.replica_seconds,
-                checkpoint_seconds=worst.checkpoint_seconds,
-            )
+            self._tell(worst)
         return worst
-
-    def summary(self) -> StateSummary:
-        """The outlook that was told last."""
-        told = self._told
-        if told is None:
-            return StateSummary()
-        return StateSummary(
-            at_most_lost_seconds=told.at_most_lost_seconds,
-            replica_seconds=told.replica_seconds,
-            checkpoint_seconds=told.checkpoint_seconds,
-            told="; ".join(told.sentences()),
-        )
 
 
 def has_changed(before: StatePeriods, now: StatePeriods) -> bool:

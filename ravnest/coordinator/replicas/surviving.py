@@ -1,19 +1,37 @@
 """Surviving replicas: what the providers still hold when a coordinator is restarted.
 
-The coordinator records where the data stood at every replica that it announces; the parts are on the providers' disks.
-When the providers of a restarted coordinator rejoin with all parts of a replica that is newer than the last checkpoint,
-the run continues from that replica.
+The coordinator records where the data stood at every replica that it announces, and keeps a manifest of the newest
+complete one: each part's hash and size, and the providers that have it. The parts are on the providers' disks. When the
+providers of a restarted coordinator rejoin with all parts of a replica that is newer than the last checkpoint, the run
+continues from that replica. The coordinator waits for them as long as repeating the lost training would take.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Final
 
 from ravnest.coordinator.feed.ledger import DataPosition
-from ravnest.coordinator.replicas.part_uploads import PartRequest
+from ravnest.coordinator.replicas.tracker import Replica
 from ravnest.coordinator.swarm.members import Member
 from ravnest.errors import RunError
 from ravnest.safe_json import read_json
+from ravnest.units import counted, duration
+
+MAX_WAIT_SECONDS: Final = 600.0
+"""Longest wait for providers that have parts of a replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPart:
+    """A part of a complete replica."""
+
+    sha256: str
+    size_bytes: int
+    nodes: tuple[str, ...]
+    """The providers that had it when the replica was complete."""
+    rounded: tuple[str, str] = ("", "")
+    """The holder and the sha256 of its part, where that differs from the owner's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +44,42 @@ class AnnouncedReplica:
     place: DataPosition
     starts: tuple[int, ...]
     """For each stage, where it begins in the model."""
+    parts: tuple[RecordedPart, ...] = ()
+    """By stage; empty until the replica is complete."""
+    at: float = 0.0
+    """When it was announced, in seconds since 1970; 0 in an announcement."""
 
     def part_key(self, stage: int) -> str:
         return f"{self.key}-{stage}"
 
+    def sha256(self, stage: int) -> str:
+        return self.parts[stage].sha256 if self.parts else ""
+
     def to_json(self) -> str:
-        return json.dumps({"key": self.key, "number": self.number, "place": asdict(self.place), "starts": self.starts})
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "AnnouncedReplica":
         """RunError when the text is no such record."""
         try:
             record = read_json(text)
-            place = DataPosition(**record["place"])
-            return cls(str(record["key"]), int(record["number"]), place, tuple(map(int, record["starts"])))
+            place, starts = DataPosition(**record["place"]), tuple(map(int, record["starts"]))
+            parts = tuple(
+                RecordedPart(
+                    str(part["sha256"]), int(part["size_bytes"]), tuple(map(str, part["nodes"])), _pair(part["rounded"])
+                )
+                for part in record.get("parts", ())
+            )
+            if len(parts) not in (0, len(starts)):
+                raise ValueError(f"it has {len(parts)} parts of {len(starts)} stages")
+            return cls(str(record["key"]), int(record["number"]), place, starts, parts, float(record.get("at", 0.0)))
         except (LookupError, TypeError, ValueError) as error:
             raise RunError(f"the store of the run is damaged: a replica cannot be read ({error})") from None
+
+
+def _pair(texts: Sequence[object]) -> tuple[str, str]:
+    one, other = map(str, texts)
+    return one, other
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +87,69 @@ class SurvivingReplica:
     """A replica of which every part is on the disk of a provider that is connected."""
 
     announced: AnnouncedReplica
-    parts: dict[int, PartRequest]
-    """By stage."""
+    replica: Replica
     reason: str
 
 
 def find_surviving_replica(
-    announced: Iterable[AnnouncedReplica], members: Sequence[Member], updates: int
+    announced: Iterable[AnnouncedReplica],
+    members: Sequence[Member],
+    updates: int,
+    failed: Collection[tuple[str, int]] = (),
 ) -> SurvivingReplica | None:
-    """The newest replica with more than this number of updates of which the members have all parts, or None."""
-    for each in sorted(announced, key=lambda each: (each.place.updates, each.number), reverse=True):
+    """The newest replica with more than this number of updates of which the members have all parts, or None. `failed`
+    are keys and numbers of replicas that could not be used."""
+    # The manifest's record of a replica comes before the announcement of the same one, because it has the hashes.
+    ordered = sorted(announced, key=lambda each: (each.place.updates, each.number, bool(each.parts)), reverse=True)
+    for each in ordered:
         if each.place.updates <= updates:
             return None
-        parts: dict[int, PartRequest] = {}
-        for stage in range(len(each.starts)):
-            key = each.part_key(stage)
-            nodes = sorted(member.node_id for member in members if (key, each.number) in member.parts)
-            parts[stage] = PartRequest(key, tuple(nodes))
-        if all(part.nodes for part in parts.values()):
+        if (each.key, each.number) in failed:
+            continue
+        nodes = tuple(_with_part(each, stage, members) for stage in range(len(each.starts)))
+        if all(nodes):
+            hashes = tuple(each.sha256(stage) for stage in range(len(each.starts)))
             reason = f"the providers still hold all stages after {each.place.updates} updates"
-            return SurvivingReplica(each, parts, f"{reason}; the last checkpoint has {updates}")
+            return SurvivingReplica(
+                each,
+                Replica(each.number, each.place, nodes, hashes, tuple(part.rounded for part in each.parts)),
+                f"{reason}; the last checkpoint has {updates}",
+            )
     return None
+
+
+def absent_holders(newest: AnnouncedReplica, members: Sequence[Member]) -> dict[int, tuple[str, ...]]:
+    """By stage of a complete replica of which no connected provider has the part: the recorded providers that are
+    absent. Empty if nothing is missing, or if a missing part cannot come with any of them."""
+    present = {member.node_id for member in members}
+    missing = {
+        stage: tuple(node for node in part.nodes if node not in present)
+        for stage, part in enumerate(newest.parts)
+        if not _with_part(newest, stage, members)
+    }
+    return missing if all(missing.values()) else {}
+
+
+def wait_for_holders(
+    newest: AnnouncedReplica, updates: int, checkpoint_at: float | None, limit_seconds: float = MAX_WAIT_SECONDS
+) -> tuple[float, str]:
+    """How long to wait for providers that have parts of this replica, and what would be lost otherwise.
+
+    Repeating the lost training takes about as long as it took the first time, so a longer wait does not pay.
+    `updates` and `checkpoint_at` (seconds since 1970; None without a checkpoint) are of the newest checkpoint.
+    """
+    lost = newest.place.updates - updates
+    if checkpoint_at is None:
+        return limit_seconds, f"otherwise the run begins again and loses {counted(lost, 'update')}"
+    seconds = max(0.0, newest.at - checkpoint_at)
+    reason = (
+        f"otherwise the run continues from the checkpoint after {counted(updates, 'update')} and loses "
+        f"{counted(lost, 'update')}, {duration(seconds)} of training"
+    )
+    return min(limit_seconds, seconds), reason
+
+
+def _with_part(replica: AnnouncedReplica, stage: int, members: Sequence[Member]) -> frozenset[str]:
+    """The members that have this stage's part."""
+    part = replica.part_key(stage), replica.number
+    return frozenset(member.node_id for member in members if part in member.parts)

@@ -55,6 +55,10 @@ class Replica:
     """For each stage, the sha256 of its part as its owner reported it; empty when it did not."""
     rounded: tuple[tuple[str, str], ...] = ()
     """For each stage, the holder and the sha256 of its part, where that differs from the owner's; empty otherwise."""
+    sizes_bytes: tuple[int, ...] = ()
+    """For each stage, the size of its part."""
+    announced_at: float = 0.0
+    """When it was announced, on the clock `time.monotonic`."""
 
     def sha256(self, stage: int, node: str = "") -> str:
         """The sha256 of the part of a stage that this provider has; empty when it is not known."""
@@ -115,6 +119,8 @@ class _ClusterReplicas:
     event_at: float = -math.inf
     is_requested: bool = False
     """A caller waits for a replica: it is announced as soon as possible."""
+    is_required: bool = False
+    """A replica is announced with the microbatch that is about to be fed."""
 
     @property
     def largest_bytes(self) -> int:
@@ -198,6 +204,18 @@ class ReplicaTracker:
         state = self._by_cluster.get(cluster.id)
         return state.holders[stage] if state is not None and stage < len(state.holders) else ""
 
+    def makes_replicas_of(self, cluster: ClusterRun) -> bool:
+        """Whether the cluster has holders, so that it makes replicas."""
+        return cluster.id in self._by_cluster
+
+    def pending(self, cluster: ClusterRun) -> tuple[int, DataPosition, float] | None:
+        """The newest pending replica: its number, its place and when it was announced; None without one."""
+        state = self._by_cluster.get(cluster.id)
+        if state is None or not state.pending:
+            return None
+        number = next(reversed(state.pending))
+        return number, state.pending[number].place, state.pending[number].began
+
     @property
     def largest_part_bytes(self) -> int:
         """Size of the largest part in the newest replicas."""
@@ -223,6 +241,23 @@ class ReplicaTracker:
         if state is not None:
             state.is_requested = True
 
+    def require(self, cluster: ClusterRun) -> None:
+        """Announces a replica with the very microbatch that is about to be fed, whatever the pace says. For a cluster
+        without a pending replica."""
+        state = self._by_cluster.get(cluster.id)
+        if state is not None:
+            state.is_required = True
+
+    def give_up_late(self, cluster: ClusterRun) -> None:
+        """Gives up the pending replicas if the oldest takes too long."""
+        state = self._by_cluster.get(cluster.id)
+        if state is None or not state.pending:
+            return
+        waited_seconds = time.monotonic() - next(iter(state.pending.values())).began
+        part_bytes = max(state.largest_bytes, STATE_BYTES * max(stage.parameters for stage in cluster.plan.stages))
+        if waited_seconds >= replica_timeout_seconds(part_bytes, self._slowest(cluster), state.last_seconds):
+            self._give_up(cluster.id, state, f"not every part was confirmed after {waited_seconds:.0f} s")
+
     def announce_with(self, cluster: ClusterRun, item: TrainBatch) -> int:
         """The number of the replica that is announced with this microbatch, which completes an update; 0 for none."""
         state = self._by_cluster.get(cluster.id)
@@ -232,14 +267,10 @@ class ReplicaTracker:
             # A lost cluster's microbatch may be older than the newest replica here: providers keep the highest numbers.
             return 0
         now = time.monotonic()
-        if state.pending:
-            oldest = next(iter(state.pending.values()))
-            part_bytes = max(state.largest_bytes, STATE_BYTES * max(stage.parameters for stage in cluster.plan.stages))
-            if now - oldest.began >= replica_timeout_seconds(part_bytes, self._slowest(cluster), state.last_seconds):
-                self._give_up(cluster.id, state, f"not every part was confirmed after {now - oldest.began:.0f} s")
-            elif state.complete is None or len(state.pending) >= _MAX_PENDING:
-                return 0
-        if now - state.last_began < max(
+        self.give_up_late(cluster)
+        if state.pending and (state.complete is None or len(state.pending) >= _MAX_PENDING):
+            return 0
+        if not state.is_required and now - state.last_began < max(
             state.backoff_seconds, _SPACING * state.last_part_seconds if state.pending else 0.0
         ):
             return 0
@@ -254,11 +285,11 @@ class ReplicaTracker:
         )
         if self._shared and now - state.last_began < _SHARED_SPACING * state.last_seconds:
             due = False
-        if not (due or state.is_requested):
+        if not (due or state.is_requested or state.is_required):
             return 0
         number = item.microbatch + 1
         state.pending[number] = _PendingReplica(item.after, now, cluster.dropped + len(cluster.retained))
-        state.newest, state.last_began, state.is_requested = number, now, False
+        state.newest, state.last_began, state.is_requested, state.is_required = number, now, False, False
         self._on_announced(cluster.id, number, item.after)
         return number
 
@@ -305,7 +336,9 @@ class ReplicaTracker:
         nodes = tuple(frozenset(done.nodes[stage]) for stage in range(len(state.keys)))
         hashes = tuple(done.hashes[stage] for stage in range(len(state.keys)))
         rounded = tuple(done.rounded[stage] for stage in range(len(state.keys)))
-        state.complete, state.backoff_seconds = Replica(number, done.place, nodes, hashes, rounded), 0.0
+        sizes = tuple(done.sizes[stage] for stage in range(len(state.keys)))
+        state.complete = Replica(number, done.place, nodes, hashes, rounded, sizes, done.began)
+        state.backoff_seconds = 0.0
         state.last_seconds, state.last_part_seconds = time.monotonic() - done.began, done.seconds
         state.last_sizes, state.last_sent, state.updates = done.sizes, done.sent, done.place.updates
         # In the order of feeding, which differs from the order of numbers after a cluster was lost.

@@ -4,7 +4,6 @@ The rates are in `TrainingClock`, the figures of a stage in `stage_figures`. Not
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -43,20 +42,6 @@ class RoundsView(Protocol):
     def summary(self) -> AveragingSummary: ...
 
 
-class StateOutlookView(Protocol):
-    """The outlook of a deployment's state, as a summary sees it."""
-
-    def summary(self) -> StateSummary: ...
-
-
-@dataclass(frozen=True, slots=True)
-class DeploymentViews:
-    """Parts of the current deployment that report about themselves."""
-
-    rounds: RoundsView | None = None
-    outlook: StateOutlookView | None = None
-
-
 @dataclass
 class EpochProgress:
     """Which epoch is being fed, and how large an epoch is, as far as that is known."""
@@ -74,6 +59,21 @@ class EpochProgress:
     def samples_total(self) -> int | None:
         total = None if self.samples is None else self.samples * self.epochs
         return total if self.max_samples is None else min(self.max_samples, total or self.max_samples)
+
+
+class _SummaryWriter:
+    """Writes the summaries of one run, in order."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def write(self, summary: Summary, run: RunPaths) -> None:
+        with self._lock:
+            if summary.status == "running" and self._is_over:
+                return
+            self._is_over = summary.status != "running"
+            summary.write(run)
 
 
 class Progress:
@@ -100,7 +100,7 @@ class Progress:
         """Why nothing has been completed for a while; empty while the run goes on."""
         self.plan = plan
         self.clusters: Clusters | None = None
-        self.views = DeploymentViews()
+        self.rounds: RoundsView | None = None
         self.devices: Mapping[str, str] = {}
         self.reports: dict[str, Report] = {}
         """By provider, its last report."""
@@ -110,9 +110,8 @@ class Progress:
         self.faults: list[Fault] = []
         self.check = Check()
         """Result of evaluating the model from its file."""
-        self._started_at = time.time()
-        self._writing = threading.Lock()
-        self._is_over = False
+        self.state = StateSummary()
+        self._writer = _SummaryWriter()
 
     @property
     def train_loss(self) -> float | None:
@@ -148,9 +147,9 @@ class Progress:
             elapsed_seconds=self.clock.elapsed_seconds,
             stages=tuple(self._stage(stage) for stage in (self.plan.stages if self.plan else ())),
             clusters=tuple(zip(self._cluster_summaries(rate), lost, strict=True)) if len(lost) > 1 else (),
-            averaging=None if self.views.rounds is None else self.views.rounds.summary(),
+            averaging=None if self.rounds is None else self.rounds.summary(),
             in_flight="" if flying is None else f"{flying.in_flight}   {flying.flight_reason}",
-            last_round="" if self.views.rounds is None else self.views.rounds.last,
+            last_round="" if self.rounds is None else self.rounds.last,
             title=self.title,
         )
 
@@ -170,16 +169,16 @@ class Progress:
             train_loss=self.train_loss,
             eval=self.eval or {},
             clusters=tuple(self._cluster_summaries(rate)),
-            averaging=AveragingSummary() if self.views.rounds is None else self.views.rounds.summary(),
+            averaging=AveragingSummary() if self.rounds is None else self.rounds.summary(),
             ledger=MicrobatchCounts(**counts),
             faults=tuple(self.faults),
             updates=self.ledger.updates,
-            started_at=self._started_at,
+            started_at=self.clock.started_at,
             first_update_seconds=self.clock.first_update_seconds,
             model=model,
             standstill=self.standstill if status == "running" else "",
             check=self.check,
-            state=StateSummary() if self.views.outlook is None else self.views.outlook.summary(),
+            state=self.state,
         )
 
     def write(self, summary: Summary, run: RunPaths) -> None:
@@ -187,11 +186,7 @@ class Progress:
 
         A summary of the running run that comes after the final one is dropped: it was taken by a slower thread.
         """
-        with self._writing:
-            if summary.status == "running" and self._is_over:
-                return
-            self._is_over = summary.status != "running"
-            summary.write(run)
+        self._writer.write(summary, run)
 
     def _cluster_summaries(self, rate: float) -> Iterator[ClusterSummary]:
         """Each cluster with its share of the samples of this session, and therefore of the rate."""

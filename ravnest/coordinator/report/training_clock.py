@@ -20,6 +20,8 @@ class TrainingClock:
         self, ledger: Ledger, started: float | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         """`started` is when the command began, on the same clock."""
+        self.started_at = time.time()
+        """When this session began, in seconds since 1970."""
         self.first_update_seconds: float | None = None
         """Time from the start of the command to the first completed microbatch."""
         self.samples_at_start = ledger.samples

@@ -1,13 +1,19 @@
 """Checkpointer: takes checkpoints while a run goes on.
 
-The stages of one cluster make a checkpoint. A single cluster saves right after a microbatch. With several clusters, the
-checkpoint follows a round of averaging, and has the parameters that all clusters have since then. If the disk has no
-room, the checkpoint is given up and training goes on; only the last checkpoint of a run is required.
+- A cluster of several providers makes replicas, and a checkpoint is one of them, which the coordinator collects in the
+  background (`collecting`). The stages do nothing for it.
+- A single provider has no replicas: its stage uploads its state as it is right after a microbatch.
+- With several clusters, the stages of one upload the parameters that all clusters have since a round of averaging.
+- The last checkpoint of a run is uploaded with nothing in flight. So is one that training waits for when no replica can
+  be had.
+
+If the disk has no room, the checkpoint is given up and training goes on; only the last checkpoint of a run is required.
 """
 
 import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 
 from ravnest.coordinator.checkpoints.part_check import BadPartError, StagePart
 from ravnest.coordinator.checkpoints.reader import CheckpointInfo
@@ -18,10 +24,12 @@ from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.feed.feeder import TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.plan.prepared_job import PreparedJob
+from ravnest.coordinator.run.collecting import Collector, ReplicaChoice
 from ravnest.coordinator.run.context import RunContext
 from ravnest.coordinator.swarm.own_line import receiver_limit
 from ravnest.errors import DiskFullError, RefusedError, RunError
 from ravnest.graph.portable import PortableGraph
+from ravnest.monitor.summary import SavedState
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Save
 from ravnest.planner.plan import ClusterPlan, StagePlan
 from ravnest.units import byte_size
@@ -56,6 +64,8 @@ class Checkpointer:
         """The newest checkpoint that this run has taken."""
         self.is_expected = False
         """Whether a checkpoint is to be taken after the current round of averaging."""
+        self.wanted = ""
+        """Why a checkpoint is due at once; empty if the schedule says when."""
         self._context = context
         self._store = store
         self._prepared = prepared
@@ -64,6 +74,13 @@ class Checkpointer:
         self._cluster: ClusterRun | None = None
         """The cluster whose stages are saved; None before the first deployment."""
         self._saver = saver_for(store, prepared, {}, context.ledger.updates)
+        self._collector: Collector | None = None
+        self._collecting: ReplicaChoice | None = None
+        """The replica that is collected as the pending checkpoint."""
+        self._begin_updates = context.ledger.updates
+        """The number of updates in the checkpoint that the run was resumed from."""
+        self._is_held = False
+        """Whether training waits for the pending checkpoint."""
         self._saved: dict[str, int] = {}
         """By provider, the number of the checkpoint that it reported last as uploaded."""
         self._last_number = 0
@@ -75,6 +92,7 @@ class Checkpointer:
         """Whether older checkpoints were removed after that one was given up."""
         self._min_seconds = 0.0
         context.make_room = self.make_room
+        self._show(store.newest)
 
     @property
     def has_saved(self) -> bool:
@@ -110,9 +128,10 @@ class Checkpointer:
         """Whether this is the cluster that is saved."""
         return self._cluster is cluster
 
-    def deployed(self, deployment: str, cluster: ClusterRun) -> None:
-        """A new deployment has replaced the one before; this cluster of it is saved from now on."""
-        self._deployment, self.is_expected = deployment, False
+    def deployed(self, deployment: str, cluster: ClusterRun, collector: Collector | None = None) -> None:
+        """A new deployment has replaced the one before; this cluster of it is saved from now on. The `collector`
+        collects its replicas."""
+        self._deployment, self.is_expected, self._collector = deployment, False, collector
         self.move_to(cluster)
 
     def reset(self) -> None:
@@ -121,11 +140,14 @@ class Checkpointer:
         self._cluster = None
 
     def move_to(self, cluster: ClusterRun) -> None:
-        """Saves another cluster from now on, and gives up the pending checkpoint of the one before."""
+        """Saves another cluster from now on, or the same one with other providers, and gives up the pending checkpoint.
+        A replica of the same cluster that is being collected stays valid."""
+        if cluster is self._cluster and self._is_collecting:
+            return
         before, is_first = self._saver, self._cluster is None
         before.abort()
         self._cluster = cluster
-        self._saver = saver_of(self._store, self._prepared, cluster.plan, self._context.ledger.updates)
+        self._saver = saver_of(self._store, self._prepared, cluster.plan, self._begin_updates)
         self._saver.on_full = self._on_full
         if not is_first:
             self._saver.follow(before)
@@ -139,11 +161,14 @@ class Checkpointer:
 
     def applied(self, cluster: ClusterRun, microbatch: int) -> None:
         """All stages of a cluster have applied this microbatch, and have begun to save what belongs to it."""
-        if self._asked_at is None and cluster is self._cluster and microbatch + 1 == self._last_number:
+        is_last = cluster is self._cluster and microbatch + 1 == self._last_number
+        if self._asked_at is None and is_last and not self._is_collecting:
             self._asked_at = time.monotonic()
 
     def due(self, place: DataPosition) -> str | None:
         """Why a checkpoint is due, or None."""
+        if self.wanted and not self.under_way:
+            return self.wanted
         return None if self.is_expected else self._saver.due(place.updates)
 
     async def room_for(self, place: DataPosition) -> None:
@@ -152,14 +177,22 @@ class Checkpointer:
         saver = self._saver
         if saver.must_wait(place.updates):
             since = time.monotonic()
-            await self._context.until(lambda: not self._saver.must_wait(place.updates))
+            self._is_held = True
+            self._context.notify()
+            try:
+                await self._context.until(lambda: not self._saver.must_wait(place.updates))
+            finally:
+                self._is_held = False
             saver.held(time.monotonic() - since)
 
     def with_microbatch(self, item: TrainBatch) -> int:
-        """The number of the checkpoint to take with this microbatch, or 0; RunError when the disk refuses."""
+        """The number of the checkpoint that the stages upload with this microbatch, or 0; RunError when the disk
+        refuses. A checkpoint of a cluster with replicas is collected instead."""
         why = self.due(item.after) if item.completes_update else None
         number = item.microbatch + 1
-        if why is None or not self._begin(number, item.after):
+        if why is None:
+            return 0
+        if self._collect_with(number, item.after, why) or not self._begin(number, item.after):
             return 0
         self._context.emit("checkpoint_begun", why, microbatch=item.microbatch)
         return number
@@ -174,7 +207,12 @@ class Checkpointer:
 
     async def now(self) -> CheckpointInfo:
         """Saves the current state with nothing in flight. DiskFullError when there is no room for it."""
-        await self._context.until(lambda: not self.under_way and not self._is_rebuilt)
+        # One that is being collected is given up, because it would be out of date.
+        await self._context.until(
+            lambda: (
+                (not self.under_way or (self._is_collecting and not self._saver.is_committing)) and not self._is_rebuilt
+            )
+        )
         saver = self._saver
         # A second attempt has another number, so that late messages about the first do not count for it.
         number = max(self._context.ledger.completed, self._last_number) + 1
@@ -216,14 +254,12 @@ class Checkpointer:
             self._context.fail(error)
             raise
         if info is not None:
-            self.last = info
-            what = f"checkpoint {info.folder.name} is complete"
-            self._context.emit("checkpoint", what, updates=info.updates, samples=info.samples)
-            self._context.notify()
+            self._on_complete(info)
 
     def abort(self) -> None:
         """Gives up the pending checkpoint."""
         self._saver.abort()
+        self._context.notify()
 
     def make_room(self, error: DiskFullError) -> bool:
         """Makes room for a line that the full disk refused: gives up the pending checkpoint and removes older ones.
@@ -243,11 +279,87 @@ class Checkpointer:
         """Whether the cluster that is saved lacks a stage, or replays microbatches for a new one."""
         return self._cluster is not None and bool(self._cluster.is_forming or self._cluster.again)
 
-    def _begin(self, number: int, place: DataPosition) -> bool:
-        """Begins a checkpoint; whether there is room for it."""
-        self._last_number, self._asked_at = number, None
+    @property
+    def _is_collecting(self) -> bool:
+        """Whether the pending checkpoint is collected from a replica."""
+        return self._collecting is not None and self._saver.pending == self._collecting.number
+
+    @property
+    def _collected_updates(self) -> int:
+        return self._begin_updates if self.last is None else self.last.updates
+
+    def _collect_with(self, number: int, place: DataPosition, why: str) -> bool:
+        """Collects a replica as the checkpoint that is due with this microbatch. False if the cluster has none."""
+        collector, cluster, saver = self._collector, self._cluster, self._saver
+        chosen = None
+        if collector is not None and cluster is not None:
+            chosen = collector.choose(cluster, number, place, self._collected_updates)
+        if collector is None or cluster is None or chosen is None:
+            return False
+        choice, reason = chosen
+        if self._begin(choice.number, choice.place, choice):
+            if choice.is_new:
+                collector.require(cluster)
+            self._context.emit("checkpoint_begun", f"{why}; {reason}", microbatch=choice.number - 1)
+            self._context.spawn(self._collect(collector, cluster, saver, choice))
+        return True
+
+    async def _collect(self, collector: Collector, cluster: ClusterRun, saver: Saver, choice: ReplicaChoice) -> None:
+        """Collects replicas until one is saved, or the checkpoint is given up."""
+        failed: set[int] = set()
+
+        def is_over() -> bool:
+            return self._collecting is not choice or saver.pending != choice.number
+
+        def is_stuck() -> bool:
+            # Training waits for this checkpoint, so no microbatch comes that could announce another replica.
+            return self._is_held and self._context.ledger.outstanding == 0 and not self._is_rebuilt
+
+        while not is_over():
+            wanted, newest = choice.place.updates, self._collected_updates
+            found = await collector.next_replica(cluster, wanted, newest, failed, is_over, is_stuck)
+            if is_over():
+                return
+            if found is None:
+                await self._save_now_instead()
+                return
+            if found.number != choice.number:
+                choice = found
+                if not self._begin(choice.number, choice.place, choice):
+                    return
+            info = await collector.collect(cluster, saver, choice.number, urgent=self._is_held)
+            if info is not None:
+                self._on_complete(info)
+                return
+            failed.add(choice.number)
+
+    async def _save_now_instead(self) -> None:
+        """Lets the stages upload their state, with nothing in flight: there is no replica, and training waits."""
+        place = self._context.ledger.applied
+        number = max(self._context.ledger.completed, self._last_number) + 1
+        if self._begin(number, place):
+            reason = "no replica could be made, so the stages upload their state"
+            self._context.emit("checkpoint_begun", reason, microbatch=number - 1)
+            await self._order(number, anchored=False)
+
+    def _show(self, info: CheckpointInfo | None) -> None:
+        if info is not None:
+            checkpoint, progress = SavedState(updates=info.updates, at=info.recorded_at or 0.0), self._context.progress
+            progress.state = replace(progress.state, checkpoint=checkpoint)
+
+    def _on_complete(self, info: CheckpointInfo) -> None:
+        self.last = info
+        self._show(info)
+        what = f"checkpoint {info.folder.name} is complete"
+        self._context.emit("checkpoint", what, updates=info.updates, samples=info.samples)
+        self._context.notify()
+
+    def _begin(self, number: int, place: DataPosition, replica: ReplicaChoice | None = None) -> bool:
+        """Begins a checkpoint that the stages upload, or that is collected from this replica; whether there is room."""
+        self._last_number, self._asked_at, self._collecting, self.wanted = number, None, replica, ""
+        age_seconds = 0.0 if replica is None else replica.age_seconds
         try:
-            self._saver.begin(Mark(number, place, self._context.ledger.counts()))
+            self._saver.begin(Mark(number, place, self._context.ledger.counts()), age_seconds)
         except DiskFullError as error:
             self._on_full(error)
             return False

@@ -19,6 +19,11 @@ class Timeouts:
     """Timeout for a provider that deploys a stage and receives no more of it: it reads a disk, or builds the stage."""
     fresh_replica_seconds: float = 15.0
     """Timeout for a fresh replica, which saves replaying the microbatches since the last one."""
+    return_limit_seconds: float = 600.0
+    """Longest wait of a restarted coordinator for providers whose disks have newer state than the last checkpoint."""
+    part_silence_seconds: float = 60.0
+    """Timeout of an upload of a replica's part while nothing of it arrives; the next provider is asked then. The whole
+    of a large part may take longer."""
     replica_event_seconds: float = 30.0
     """Minimum time between two events about a cluster's replicas: one completes every few seconds."""
     rounds: RoundLimits = DEFAULT_LIMITS

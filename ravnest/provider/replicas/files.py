@@ -122,7 +122,8 @@ class PartFiles:
         self._coming: dict[PartWriter, int] = {}
         self._parts: dict[str, dict[int, ReplicaPart]] = {}
         self._unlisted: weakref.WeakSet[ReplicaPart] = weakref.WeakSet()
-        self._spared: dict[str, int] = {}
+        self._spared: dict[str, frozenset[int]] = {}
+        """By stage, the parts to which the limit KEPT does not apply."""
         self._lock = threading.Lock()
         if folder is not None:
             make_private_folder(folder)
@@ -215,21 +216,24 @@ class PartFiles:
             told.append(held)
         return told
 
-    def forget(self, keep: Collection[str], before: int, of: Collection[str] = ()) -> None:
+    def forget(
+        self, keep: Collection[str], before: int, of: Collection[str] = (), pinned: Collection[int] = ()
+    ) -> None:
         """Delete all parts except those of the stages in `keep` from the number `before` on; or, with `of`, only the
-        older parts of those stages.
+        older parts of those stages. The `pinned` numbers stay: the coordinator is collecting these parts.
 
-        The oldest part that is left of a stage is spared from the limit KEPT, because newer ones may not be complete at
-        all stages.
+        The oldest other part that is left of a stage is spared from the limit KEPT as well, because newer ones may not
+        be complete at all stages.
         """
         keep = of or keep
         with self._lock:
             for key in [key for key in self._parts if not of or key in of]:
                 for replica in [*self._parts[key]]:
-                    if key not in keep or replica < before:
+                    if key not in keep or (replica < before and replica not in pinned):
                         self._remove(key, replica)
                 if key in self._parts and before > 0:
-                    self._spared[key] = min(self._parts[key])
+                    complete = sorted(replica for replica in self._parts[key] if replica >= before)
+                    self._spared[key] = frozenset([*complete[:1], *pinned])
 
     def _check_room(self, where: Path, size_bytes: int) -> None:
         state = os.statvfs(where)
@@ -264,7 +268,7 @@ class PartFiles:
             if before is not None and before.path is not None and before.path != part.path:
                 before.path.unlink(missing_ok=True)
             for replica in sorted(known)[:-KEPT]:
-                if replica != self._spared.get(part.key):
+                if replica not in self._spared.get(part.key, ()):
                     self._remove(part.key, replica)
 
     def on_discarded(self, writer: "PartWriter") -> None:
@@ -342,6 +346,8 @@ class PartWriter:
         final = None if self._path is None else self._path.with_name(f"{self._key}@{self._replica}@{found}")
         try:
             if self._path is not None and final is not None:
+                # After a power cut, the complete name must not belong to an incomplete file.
+                os.fsync(self._descriptor)
                 os.replace(self._path, final)
         except OSError as error:
             raise _refused(final, error) from None

@@ -124,7 +124,8 @@ class ReplicaService:
         keep, of = frozenset(message.forget.keep), frozenset(message.forget.of)
         if not of:
             self._holder.forget(keep)
-        self._spawn("", in_thread(partial(self._files.forget, keep, message.forget.before, of)))
+        pinned = frozenset(message.forget.pinned)
+        self._spawn("", in_thread(partial(self._files.forget, keep, message.forget.before, of, pinned)))
 
     def _give(self, message: CoordinatorMessage) -> None:
         # The link is added at once, so that the receiver may dial from now on.

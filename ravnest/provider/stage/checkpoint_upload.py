@@ -1,8 +1,9 @@
 """Uploads of a stage's state to a checkpoint of the coordinator.
 
+These are the checkpoints that cannot be collected from replicas: of a single provider, of a round, and the last one.
 The stage writes its state to a file (state_file.py), which is uploaded while the stage goes on training. Without room
-on the disk a copy in main memory takes its place, and without room there the stage waits until its own tensors are
-uploaded. On failure:
+on the disk a copy in main memory takes its place. Only without room there does the stage wait until its own tensors are
+uploaded, and says so. On failure:
 
 - the upload fails, or the coordinator refuses it: the stage fails;
 - the coordinator was restarted and no longer wants the checkpoint: the upload is dropped and the stage goes on.
@@ -24,6 +25,7 @@ from ravnest.provider.replicas.outgoing import OutgoingTransfers
 from ravnest.provider.stage.failure import FirstFailure, StageFailure
 from ravnest.provider.stage.records import StageRecords
 from ravnest.provider.stage.state_file import StateFile
+from ravnest.units import byte_size
 
 Tensors = Mapping[str, torch.Tensor]
 Chunks = Callable[[], AsyncIterator[bytes]]
@@ -60,6 +62,8 @@ class CheckpointUploads:
         self._outer_state = outer_state
         self._restart_seconds = restart_seconds
         self._folder = folder
+        self.say: Callable[[str], None] = lambda text: None
+        """Prints a line for the user. Called on the engine's thread."""
         self._loop = asyncio.get_running_loop()
         self._uploading: Future[None] | None = None
         self._is_over = False
@@ -125,7 +129,12 @@ class CheckpointUploads:
         self._records.saved(checkpoint)
 
     def _upload_own(self, checkpoint: int, name: str, tensors: Tensors, metadata: Mapping[str, str]) -> None:
-        with self._transfers.sending("checkpoint", name, _size_bytes(tensors)) as sending:
+        size_bytes = _size_bytes(tensors)
+        self.say(
+            f"the stage waits while its state is uploaded ({byte_size(size_bytes)}): neither the disk nor the memory "
+            "has room for a copy; free some space"
+        )
+        with self._transfers.sending("checkpoint", name, size_bytes) as sending:
             upload = self._upload(name, lambda: sending.counted(_chunks(tensors, metadata)))
             self._uploading = asyncio.run_coroutine_threadsafe(upload, self._loop)
             if self._is_over:

@@ -87,6 +87,7 @@ class Generation:
             outer_state=hooks.outer_state,
             folder=host.node.folder or Path(tempfile.gettempdir()),
         )
+        self._uploads.say = host.say
         copies = DeviceCopies(stage.device)
         self._outbox = FrameOutbox(self.number, records, self._uploads, self._failures, hooks, copies.mark)
         self.worker = StageWorker(

@@ -1,5 +1,6 @@
 """The machine that hosts a stage, as its stages see it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -21,5 +22,7 @@ class Host:
     """Memory that the process held before it hosted a stage."""
     pretence: Pretence = NO_PRETENCE
     """The slower machine that this provider pretends to be, in tests and benchmarks."""
+    say: Callable[[str], None] = lambda text: None
+    """Prints a line for the user of this machine."""
     transfers: OutgoingTransfers = field(default_factory=OutgoingTransfers)
     """Transfers of state under way; the heartbeat reports them."""

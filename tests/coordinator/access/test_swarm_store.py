@@ -161,7 +161,7 @@ def test_a_store_of_a_newer_program_is_left_alone(tmp_path: Path) -> None:
     before = path.read_bytes()
     for opening in (Store, TokenStore, SwarmState):
         with pytest.raises(
-            RunError, match=r"was written by a newer Ravnest \(its schema is 6, this .*; update Ravnest"
+            RunError, match=r"was written by a newer Ravnest \(its schema is 7, this .*; update Ravnest"
         ):
             opening(path)
     assert path.read_bytes() == before

@@ -98,6 +98,21 @@ def test_the_last_replica_that_all_have_stays_while_newer_ones_are_given_up(tmp_
     assert [replica for _, replica in held(files)] == [27]
 
 
+def test_a_part_that_is_being_collected_outlives_newer_complete_ones(tmp_path: Path) -> None:
+    files = PartFiles(tmp_path)
+    for replica in (5, 9):
+        write(files, replica)
+    files.forget((), 9, {"r1-c0-s1"}, {5})
+    for replica in (14, 20, 27):
+        write(files, replica)
+    # The newest two, the last complete one, and the one that is collected.
+    assert [replica for _, replica in held(files)] == [27, 20, 9, 5]
+    files.forget((), 20, {"r1-c0-s1"}, {5})
+    assert [replica for _, replica in held(files)] == [27, 20, 5]
+    files.forget((), 20, {"r1-c0-s1"})
+    assert [replica for _, replica in held(files)] == [27, 20]
+
+
 def test_what_is_forgotten_of_one_cluster_leaves_the_others_alone(tmp_path: Path) -> None:
     """Each has its own newest that all of its stages have: of a faster one the numbers are far ahead."""
     files = PartFiles(tmp_path)

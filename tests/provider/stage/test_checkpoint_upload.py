@@ -92,6 +92,20 @@ def test_a_checkpoint_gets_the_outer_state_unless_it_has_one() -> None:
     assert found == [[7.0] * 3, [8.0] * 3]
 
 
+def test_a_stage_that_waits_for_its_line_says_so() -> None:
+    said: list[str] = []
+
+    async def test(ends: Ends) -> None:
+        ends.uploads.say = said.append
+        await asyncio.to_thread(ends.uploads.save, 12, {"param:weight": torch.ones(1024)}, {})
+
+    on_a_loop(test, has_room=has_room)
+    assert said == []
+    on_a_loop(test)
+    [text] = said
+    assert "the stage waits while its state is uploaded (4 KiB)" in text and "free some space" in text
+
+
 def test_a_failed_upload_fails_the_worker() -> None:
     async def test(ends: Ends) -> None:
         with pytest.raises(PeerError, match="the coordinator is gone"):
