@@ -20,8 +20,8 @@ class StateOutlook:
         wished_seconds: float | None,
         requester_bytes_per_second: float,
     ) -> None:
-        """`tell` is called with periods that are new to the user. `wished_seconds` is `checkpoint.every_seconds`, and the
-        rate is that of the requester's downlink."""
+        """`tell` is called with periods that are new to the user. `wished_seconds` is `checkpoint.every_seconds`, the
+        rate that of the requester's downlink."""
         self._replicas = replicas
         self._tell = tell
         self._wished_seconds = wished_seconds
