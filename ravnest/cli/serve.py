@@ -33,7 +33,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="N",
         type=whole_number,
         help="start when this many providers have joined (default: as soon as their total memory holds the model; with "
-        "--resume: the previous value)",
+        "--resume, those of before have five minutes to come back)",
     )
     parser.add_argument(
         "--clusters",

@@ -40,12 +40,12 @@ def test_a_power_cut_everywhere_loses_what_was_told_and_the_coordinator_waits_fo
     providers = [machines.join(invite, name) for name in names]
     run.wait("first_update")
     run.wait("replica")
-    while (told := json.loads(summary_path.read_text())["saved"])["replica"] is None:
+    while (told := json.loads(summary_path.read_text())["state"])["replica"] is None:
         time.sleep(0.1)
     for running in (serving, *providers):
         running.signal(signal.SIGKILL)
         running.to_the_end()
-    told = json.loads(summary_path.read_text())["saved"]
+    told = json.loads(summary_path.read_text())["state"]
     assert told["checkpoint"] is None and told["replica"]["updates"] > 0
     shown = ravnest("status", "run", folder=machines.folder, warm=True).stdout
     assert "there is no checkpoint yet; the providers hold a state that is " in shown, shown
@@ -68,4 +68,4 @@ def test_a_power_cut_everywhere_loses_what_was_told_and_the_coordinator_waits_fo
     summary = json.loads(summary_path.read_text())
     ledger = summary["ledger"]
     assert (summary["status"], ledger["lost"], ledger["applied_twice"]) == ("finished", 0, 0)
-    assert summary["saved"]["checkpoint"]["updates"] == summary["updates"]
+    assert summary["state"]["checkpoint"]["updates"] == summary["updates"]

@@ -46,7 +46,10 @@ class FirstDeployment:
         def fits(present: list[Member]) -> Awaitable[Plan]:
             return self._planner.fits(present, goal)
 
-        members, first_plan, why = await context.while_well(gather(context.members, asked.providers, fits, context.say))
+        state = context.swarm.state
+        expected = 0 if state is None else len(await asyncio.to_thread(state.plan))
+        gathering = gather(context.members, asked.providers, fits, context.say, expected)
+        members, first_plan, why = await context.while_well(gathering)
         context.emit("gathered", f"{len(members)} providers: {why}")
         recorded = await self._recorded()
         if recorded is not None and (resumed := await self._resume_stages(goal, *recorded)) is not None:

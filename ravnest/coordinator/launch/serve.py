@@ -99,8 +99,9 @@ class ServedSwarm:
             self.state = state = SwarmState(run.store_path)
             stack.callback(state.close)
             state.clear_connected()
-            self.providers = providers or len(state.plan()) or None
+            self.providers = providers
             """Providers that must have joined before training begins; None for as many as the model needs."""
+            wanted = providers or len(state.plan()) or None
             self.clusters = clusters or state.clusters()
             """Clusters that they form; None for the fastest number."""
             check_clusters(self.providers, self.clusters)
@@ -111,13 +112,11 @@ class ServedSwarm:
             self._swarm.members.restore_presence(state.attendances())
             self._loop = stack.enter_context(NetworkLoop())
             host, port = self._listen(admission, listen, advertise, stack)
-            self.invite: SwarmInvite = admission.invite(
-                host, port, uses_for(self.providers), note="made by ravnest serve"
-            )
+            self.invite: SwarmInvite = admission.invite(host, port, uses_for(wanted), note="made by ravnest serve")
             if known := known_from_before(state.members()):
                 display.message(known)
             stack.enter_context(self._loop.running(watch_for_kicks(self._swarm)))
-            stack.enter_context(self._loop.running(announce(self._swarm, self.providers, display.message)))
+            stack.enter_context(self._loop.running(announce(self._swarm, wanted, display.message)))
             stack.callback(lambda: _note_all_gone(state))
             stack.enter_context(self._loop.running(remember(self._swarm, state)))
             self._stack = stack.pop_all()
@@ -176,7 +175,8 @@ class ServedSwarm:
         position = None if state is None else state.position()
         if resume and position is not None:
             self._display.message(
-                f"it had come to {position.updates} updates before; what no checkpoint has is trained again"
+                f"it had come to {position.updates} updates before; what neither a checkpoint nor the providers' disks "
+                "have is trained again"
             )
         request = RunRequest(job, name, self._run, resume, started, line=StatedLine(*line))
         with run_session(self._swarm, self._loop, request, self._display, interrupts) as session:
