@@ -48,10 +48,10 @@ from ravnest.provider.machine.memory import available_bytes, lent_bytes, residen
 from ravnest.provider.machine.profile import MachineProfile, OfferedMachine
 from ravnest.provider.machine.torch_footprint import give_memory_back, leave_out_the_compiler
 from ravnest.provider.membership.departure import Departure, end_with_parent
-from ravnest.provider.membership.joining import data_folder, join, kept_identity
+from ravnest.provider.membership.joining import data_folder, has_joined_before, join, kept_identity
 from ravnest.provider.membership.link_measurements import CoordinatorLink, PeerMeasuring
 from ravnest.provider.membership.monthly_cap import MonthlyCap, MonthlyCount
-from ravnest.provider.membership.rejoin import SessionOverError, serve_sessions
+from ravnest.provider.membership.rejoin import SessionOverError, reach_again, serve_sessions
 from ravnest.provider.membership.session import SwarmSession
 from ravnest.provider.presence import NetworkPresence, appear
 from ravnest.provider.replicas.files import PartFiles
@@ -151,7 +151,10 @@ async def _provide(options: ProviderOptions, machine: OfferedMachine) -> int:
     departure.on_signals()
     if machine.is_embedded:
         end_with_parent()
-    authority = await pin_authority(options.invite)
+    was_member = not machine.is_embedded and has_joined_before(options.invite)
+    authority = await reach_again(lambda: pin_authority(options.invite), was_member, departure, console.say)
+    if authority is None:
+        return 0
     async with contextlib.AsyncExitStack() as stack:
         if machine.is_embedded:
             node = NodeIdentity.new()

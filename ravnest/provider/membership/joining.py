@@ -74,6 +74,13 @@ def known_identity(invite: SwarmInvite, authority: Certificate) -> NodeIdentity 
     return None
 
 
+def has_joined_before(invite: SwarmInvite) -> bool:
+    """Whether this machine has a certificate of the swarm, valid or not."""
+    with suppress(RunError):
+        return any(_swarm_folder(invite).glob(f"*/{CERTIFICATE_FILE}"))
+    return False
+
+
 def data_folder() -> Path:
     """The folder for the data of this user's programs; RunError if there is none."""
     given = Path(os.environ.get("XDG_DATA_HOME", ""))

@@ -1,7 +1,7 @@
 """Rejoining: serves one session after another, until the provider leaves or its coordinator stays away."""
 
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, TypeVar
 
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.streams.backoff import Backoff
@@ -11,12 +11,37 @@ REJOIN_SECONDS: Final = 600.0
 """Time for which a provider tries to join again, after its coordinator is gone."""
 
 
+T = TypeVar("T")
+
+
 class SessionOverError(Exception):
     """The coordinator has dropped this provider, or cannot be reached any more; `reason` says which."""
 
     def __init__(self, reason: PeerError) -> None:
         super().__init__(str(reason))
         self.reason = reason
+
+
+async def reach_again(
+    reach: Callable[[], Awaitable[T]], was_member: bool, departure: Departure, say: Callable[[str], None]
+) -> T | None:
+    """The result of `reach`, which contacts the coordinator; None if the provider leaves.
+
+    PeerError when the coordinator is not there. A machine that was a member before tries for REJOIN_SECONDS: after a
+    power cut it may be back sooner than the coordinator.
+    """
+    backoff, is_told = Backoff(), False
+    while True:
+        try:
+            return await reach()
+        except PeerError as error:
+            if not was_member or backoff.elapsed_seconds > REJOIN_SECONDS:
+                raise
+            if not is_told:
+                is_told = True
+                say(f"{error}; this machine was in the swarm before: trying for {REJOIN_SECONDS / 60:.0f} minutes")
+        if await departure.wait_for(backoff.next_seconds()):
+            return None
 
 
 async def serve_sessions(

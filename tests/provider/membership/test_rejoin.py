@@ -8,7 +8,7 @@ import pytest
 from ravnest.errors import PeerError, RefusedError
 from ravnest.provider.membership import rejoin
 from ravnest.provider.membership.departure import Departure
-from ravnest.provider.membership.rejoin import SessionOverError, serve_sessions
+from ravnest.provider.membership.rejoin import SessionOverError, reach_again, serve_sessions
 
 AWAY = PeerError("cannot reach the coordinator")
 DROPPED = SessionOverError(RefusedError("it was thrown out"))
@@ -57,3 +57,26 @@ def test_a_coordinator_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPat
     run, _ = served(LOST, AWAY)
     with pytest.raises(PeerError, match="cannot reach"):
         run()
+
+
+@pytest.mark.parametrize("was_member", [True, False])
+def test_only_a_machine_that_was_in_the_swarm_waits_for_a_coordinator_that_is_not_there_yet(was_member: bool) -> None:
+    said: list[str] = []
+    left = [AWAY, AWAY, None]
+
+    async def reach() -> str:
+        error = left.pop(0)
+        if error is not None:
+            raise error
+        return "there"
+
+    def reached() -> str | None:
+        return asyncio.run(reach_again(reach, was_member, Departure(lambda: False, said.append), said.append))
+
+    if was_member:
+        assert reached() == "there"
+        assert said == ["cannot reach the coordinator; this machine was in the swarm before: trying for 10 minutes"]
+    else:
+        with pytest.raises(PeerError, match="cannot reach"):
+            reached()
+        assert said == []
