@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ravnest.planner.rings.line_shares import STATE_BUDGET
 from ravnest.planner.rings.round_time import RoundTime
 from ravnest.settings import Averaging
+from ravnest.state_budget import BUDGET_SHARE
 from ravnest.units import duration
 
 MIN_UPDATES: Final = 10
@@ -95,7 +95,7 @@ def average_every(
         f"so that every cluster has made {MIN_UPDATES} updates{in_turn}": samples_of_updates(
             MIN_UPDATES, rates, samples, accumulate, fragments
         ),
-        f"so that state takes at most {STATE_BUDGET:.0%} of a line": together * time.budget_seconds,
+        f"so that state takes at most {BUDGET_SHARE:.0%} of a line": together * time.budget_seconds,
         f"so that rounds slow training by at most {MAX_SLOWDOWN:.0%}": together * time.coding_seconds / MAX_SLOWDOWN,
         "so that one is over well before the next": together * (joining + share * reducing),
     }

@@ -131,6 +131,7 @@ def dry_run(
             basis.providers,
             basis.network.requester,
             job.checkpoint.every_seconds,
+            is_exact=job.checkpoint.exact,
         ),
         devices=nodes.devices,
     )

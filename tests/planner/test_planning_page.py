@@ -31,10 +31,10 @@ from ravnest.planner.reliability import (
     expected_absent,
 )
 from ravnest.planner.rings import order as ring_order
-from ravnest.planner.rings.line_shares import STATE_BUDGET, STATE_FLOOR
 from ravnest.planner.search import exhaustive, order
 from ravnest.planner.shared_limits import RESULT_BYTES, totals
 from ravnest.preview.dry_run import MAX_SEARCHED
+from ravnest.state_budget import BUDGET_SHARE, FLOOR_SHARE
 from ravnest.version_policy import POLICIES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
@@ -392,8 +392,8 @@ NUMBERS = [
     ("at least {} times as long as a reduce", ROUND_SHARE),
     ("({} times with `averaging.blocking`", BLOCKING_SHARE),
     ("until every cluster has made {} updates", EAGER_UPDATES),
-    ("at most {:.0f} % of any line", 100 * STATE_BUDGET),
-    ("at least {:.0f} % of the line", 100 * STATE_FLOOR),
+    ("at most {:.0f} % of any line", 100 * BUDGET_SHARE),
+    ("at least {:.0f} % of the line", 100 * FLOOR_SHARE),
     ("at most {:.0f} % of any machine's time", 100 * MAX_SLOWDOWN),
     ("takes `average_every` to be {}.", Goal().average_every),
     ("stands still for {:.0f} seconds", DEPLOY_SECONDS),

@@ -65,6 +65,7 @@ class ReplicaHolders:
             self._on_announced,
             shared=not context.swarm.open_to_more,
             event_seconds=context.timeouts.replica_event_seconds,
+            is_exact=is_exact,
         )
 
     async def assign(self, warm: Mapping[str, Warm], others: Sequence[str]) -> None:

@@ -7,13 +7,12 @@ fixed share of the lines' and the stages' time.
 from typing import Final
 
 from ravnest.planner.recovery.state_periods import MIN_REPLICA_SECONDS
+from ravnest.state_budget import FLOOR_SHARE
 from ravnest.units import byte_size, counted, duration
 
 MIN_TIMEOUT_SECONDS: Final = 60.0
 _TIMEOUT_PER_LAST: Final = 10
 _TIMEOUT_PER_PREDICTED: Final = 2
-MIN_SHARE: Final = 0.03
-"""Minimum share of a line that state gets, however busy the line is."""
 COPY_SHARE: Final = 0.02
 """Largest share of a stage's time that copying its state may take."""
 MAX_RETAINED_BYTES: Final = 256 << 20
@@ -26,7 +25,7 @@ def replica_timeout_seconds(part_bytes: int, line_bytes_per_second: float, last_
 
     On a busy line a part gets the least share, and half of that when other state is sent over the same line.
     """
-    sending = part_bytes / (MIN_SHARE * line_bytes_per_second) if line_bytes_per_second > 0 else 0.0
+    sending = part_bytes / (FLOOR_SHARE * line_bytes_per_second) if line_bytes_per_second > 0 else 0.0
     return max(MIN_TIMEOUT_SECONDS, _TIMEOUT_PER_LAST * last_seconds, _TIMEOUT_PER_PREDICTED * sending)
 
 

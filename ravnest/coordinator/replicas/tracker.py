@@ -20,7 +20,7 @@ from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.replicas.pace import replica_due, replica_timeout_seconds
 from ravnest.errors import printable
 from ravnest.net.v1.control_pb2 import Replicated
-from ravnest.planner.recovery.state_periods import StageState, StatePeriods, state_periods
+from ravnest.planner.recovery.state_periods import StageState, StatePeriods, state_periods, travelling_bytes
 
 MAX_RETAINED: Final = 12288
 """Retained microbatches, beyond those of one update: fewer than a stage remembers of those that it has applied."""
@@ -139,11 +139,13 @@ class ReplicaTracker:
         on_announced: Callable[[int, int, DataPosition], None] = lambda cluster, number, place: None,
         shared: bool = False,
         event_seconds: float = 0.0,
+        is_exact: bool = False,
     ) -> None:
         """`on_announced` gets the cluster, number and place of each replica before stages are told of it. With `shared`
         all providers run on this machine, so that replicas take compute from training. `event_seconds` is the minimum
-        time between events: a replica completes every few seconds, and an event for each would flood the log."""
-        self._shared, self._event_seconds = shared, event_seconds
+        time between events: a replica completes every few seconds, and an event for each would flood the log.
+        `is_exact`: no replica is rounded on a line."""
+        self._shared, self._event_seconds, self._is_exact = shared, event_seconds, is_exact
         self._emit = emit
         self._on_complete = on_complete
         self._line = line_bytes_per_second
@@ -232,7 +234,9 @@ class ReplicaTracker:
         for number, stage in enumerate(cluster.plan.stages):
             size = sizes.get(number) or STATE_BYTES * stage.parameters
             line = self._line(stage.node) or _UNKNOWN_LINE
-            stages.append(StageState(stage.node, sent.get(number) or size, size, line))
+            coded = travelling_bytes(size, line, is_exact=self._is_exact, is_local=self._shared)
+            # The first part has nothing that it could be the difference to.
+            stages.append(StageState(stage.node, min(sent.get(number, coded), coded), size, line))
         return state_periods(stages, wished_seconds, requester_bytes_per_second, has_replicas=state is not None)
 
     def request(self, cluster: ClusterRun) -> None:
@@ -277,7 +281,8 @@ class ReplicaTracker:
         retained = len(cluster.retained)
         due, _ = replica_due(
             seconds_since_last=now - state.last_began,
-            period_seconds=self.periods(cluster, None).replica_seconds,
+            # Without a replica a loss costs all that was trained so far.
+            period_seconds=0.0 if state.complete is None else self.periods(cluster, None).replica_seconds,
             retained_microbatches=retained,
             retained_bytes=retained * size,
             updates_since=item.after.updates - state.updates,

@@ -6,6 +6,7 @@ Activations, gradients and control are the foreground. Replicas, checkpoints, ro
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from ravnest.state_budget import BUDGET_SHARE, FLOOR_SHARE, LEFT_SHARE
 from ravnest.units import megabits
 
 StateKind = Literal["round", "replica", "checkpoint", "part", "artifact"]
@@ -19,13 +20,13 @@ costs; a checkpoint may take as long as it takes."""
 class PacingSettings:
     """Shares of a line; the defaults suit every swarm."""
 
-    budget_share: float = 0.15
+    budget_share: float = BUDGET_SHARE
     """Largest share of the line that state takes, rounds excepted."""
-    floor_share: float = 0.03
+    floor_share: float = FLOOR_SHARE
     """Share that state gets however busy the line is, so that no transfer starves."""
     transfer_share: float = 0.01
     """Share that each waiting transfer gets of it, whatever its priority: the other end waits for every transfer."""
-    left_share: float = 0.9
+    left_share: float = LEFT_SHARE
     """Largest share of what the foreground leaves."""
     burst_seconds: float = 0.025
     """Largest piece, as time on the line: an activation waits for no more."""

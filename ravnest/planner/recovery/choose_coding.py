@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
-from ravnest.planner.recovery.state_periods import STATE_SHARE
 from ravnest.state.codings import EXACT, INT8, LOSSLESS
+from ravnest.state_budget import BUDGET_SHARE
 from ravnest.units import byte_size, duration
 
 PLAIN_SECONDS: Final = 20.0
@@ -13,6 +13,11 @@ PLAIN_SECONDS: Final = 20.0
 LOSSLESS_SECONDS: Final = 60.0
 """A part that takes no longer than this within its share is coded bit for bit: a lost machine then costs little, and
 nothing is rounded."""
+
+
+SENT_SHARE: Final = {EXACT: 1.0, LOSSLESS: 0.79, INT8: 0.30}
+"""Bytes that a line carries for each byte of a part (`python -m benchmarks.coded_state`, the larger of two models).
+The first part has no reference: in int8 it takes 0.47."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +29,7 @@ class CodingChoice:
 
 
 def choose_coding(
-    part_bytes: int, line_bytes_per_second: float | None, *, is_exact: bool, is_local: bool
+    part_bytes: float, line_bytes_per_second: float | None, *, is_exact: bool, is_local: bool
 ) -> CodingChoice:
     """The coding of parts of this size on this line (None: not measured). `is_exact`: the user wants no rounded state.
     `is_local`: the line is within one machine."""
@@ -32,8 +37,8 @@ def choose_coding(
         return CodingChoice(EXACT, "all providers are on one machine")
     if line_bytes_per_second is None or not line_bytes_per_second > 0:
         return CodingChoice(LOSSLESS, "the line is not measured")
-    seconds = part_bytes / (STATE_SHARE * line_bytes_per_second)
-    sending = f"{byte_size(part_bytes)} take {duration(seconds)} with {STATE_SHARE:.0%} of the line"
+    seconds = part_bytes / (BUDGET_SHARE * line_bytes_per_second)
+    sending = f"{byte_size(part_bytes)} take {duration(seconds)} with {BUDGET_SHARE:.0%} of the line"
     if seconds <= PLAIN_SECONDS:
         return CodingChoice(EXACT, sending)
     if is_exact:

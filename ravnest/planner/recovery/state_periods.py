@@ -12,11 +12,11 @@ from typing import Final
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.problem import NO_LIMIT, Provider, Requester
+from ravnest.planner.recovery.choose_coding import SENT_SHARE, choose_coding
 from ravnest.planner.recovery.worth_it import fetched_bytes
+from ravnest.state_budget import BUDGET_SHARE
 from ravnest.units import byte_size, duration, megabits
 
-STATE_SHARE: Final = 0.15
-"""Largest share of a line that state may take while training goes on."""
 REPLICA_PART: Final = 2 / 3
 """Part of this share that is for replicas, where a cluster makes any."""
 MIN_REPLICA_SECONDS: Final = 2.0
@@ -85,7 +85,7 @@ def state_periods(
     requester_down_bytes_per_second: float = NO_LIMIT,
     *,
     has_replicas: bool = True,
-    share: float = STATE_SHARE,
+    share: float = BUDGET_SHARE,
 ) -> StatePeriods:
     """The periods of one cluster. `wished_seconds` is `checkpoint.every_seconds`; it is met where the lines allow it.
 
@@ -116,16 +116,27 @@ def planned_periods(
     providers: Mapping[str, Provider],
     requester: Requester,
     wished_seconds: float | None,
+    *,
+    is_exact: bool = False,
 ) -> StatePeriods:
     """The periods of the cluster that would lose most, before a replica has shown how large its parts are."""
     found = []
     is_alone = len(providers) == 1
     for cluster in clusters:
         sizes = fetched_bytes(model, {}, cluster)
-        stages = [StageState(name, size, size, providers[name].up_bytes_per_second) for name, size in sizes.items()]
+        stages = [
+            StageState(name, travelling_bytes(size, line, is_exact=is_exact, is_local=False), size, line)
+            for name, size, line in ((name, size, providers[name].up_bytes_per_second) for name, size in sizes.items())
+        ]
         down = requester.down_bytes_per_second
         found.append(state_periods(stages, wished_seconds, down, has_replicas=not is_alone))
     return max(found, key=lambda periods: (periods.at_most_lost_seconds, periods.checkpoint_seconds or 0.0))
+
+
+def travelling_bytes(part_bytes: float, line_bytes_per_second: float, *, is_exact: bool, is_local: bool) -> float:
+    """Bytes that a part of a replica takes on this line, in the coding that is chosen for it."""
+    choice = choose_coding(part_bytes, line_bytes_per_second, is_exact=is_exact, is_local=is_local)
+    return SENT_SHARE[choice.coding] * part_bytes
 
 
 def _line_in_words(stage: StageState, share: float) -> str:

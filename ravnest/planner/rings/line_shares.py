@@ -10,18 +10,12 @@ from typing import Final
 
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.problem import Network
-
-STATE_BUDGET: Final = 0.15
-"""Maximum share of a line for state, over a long time."""
-STATE_FLOOR: Final = 0.03
-"""Minimum share of a line for a round, also on a line that training fills."""
-_USABLE: Final = 0.9
-"""Share of what training leaves that a round can use, because training does not leave it evenly."""
+from ravnest.state_budget import BUDGET_SHARE, FLOOR_SHARE, LEFT_SHARE
 
 
 def round_share(training: float) -> float:
     """The share of a line that a round gets where training takes this share of it."""
-    return max(STATE_FLOOR, _USABLE * (1.0 - training))
+    return max(FLOOR_SHARE, LEFT_SHARE * (1.0 - training))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +38,7 @@ class LineShares:
 
 WHOLE_LINES: Final = LineShares()
 """For rounds with nothing else on the lines."""
-IN_BUDGET: Final = LineShares(STATE_BUDGET, relay_up=STATE_BUDGET, relay_down=STATE_BUDGET)
+IN_BUDGET: Final = LineShares(BUDGET_SHARE, relay_up=BUDGET_SHARE, relay_down=BUDGET_SHARE)
 """The most that rounds get over a long time."""
 
 

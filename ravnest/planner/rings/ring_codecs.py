@@ -11,8 +11,8 @@ from typing import Final
 
 from ravnest.planner.link_codecs import share_of
 from ravnest.planner.problem import NO_LIMIT, Network, Pair, Provider
-from ravnest.planner.rings.line_shares import STATE_BUDGET
 from ravnest.planner.rings.rings import Ring
+from ravnest.state_budget import BUDGET_SHARE
 from ravnest.units import byte_size, counted, megabits
 
 AUTO: Final = "auto"
@@ -59,10 +59,10 @@ def choose_ring_codec(setting: str, load: RingLoad, interval_seconds: float) -> 
         return RingCodec(setting, f"{setting}, as averaging.codec says")
     if load.bytes_per_second == NO_LIMIT:
         return RingCodec("float32", "float32: no line between its owners has a limit")
-    room = STATE_BUDGET * load.bytes_per_second * interval_seconds
+    room = BUDGET_SHARE * load.bytes_per_second * interval_seconds
     codec = next((each for each in RING_CHOICES if load.sent_bytes(each) <= room), RING_CHOICES[-1])
     sent = byte_size(load.sent_bytes(codec))
-    line = f"{STATE_BUDGET:.0%} of its slowest line ({megabits(load.bytes_per_second)} Mbit/s)"
+    line = f"{BUDGET_SHARE:.0%} of its slowest line ({megabits(load.bytes_per_second)} Mbit/s)"
     if load.sent_bytes(codec) > room:
         return RingCodec(codec, f"{codec}: each owner sends {sent} a round, more than {line} carry in reasonable time")
     uncoded = "" if codec == "float32" else f" instead of {byte_size(load.sent_bytes('float32'))} in float32"

@@ -3,7 +3,8 @@
 import pytest
 
 from ravnest.planner.problem import NO_LIMIT
-from ravnest.planner.recovery.state_periods import MIN_REPLICA_SECONDS, STATE_SHARE, StageState, state_periods
+from ravnest.planner.recovery.state_periods import MIN_REPLICA_SECONDS, StageState, state_periods, travelling_bytes
+from ravnest.state_budget import BUDGET_SHARE
 
 MBIT = 1e6 / 8
 
@@ -20,8 +21,8 @@ def test_the_slowest_line_decides_and_state_stays_within_its_share() -> None:
         replicas = each.replica_bytes / periods.replica_seconds
         assert periods.checkpoint_seconds is not None
         checkpoints = each.checkpoint_bytes / periods.checkpoint_seconds
-        assert replicas + checkpoints <= STATE_SHARE * each.up_bytes_per_second * 1.0001
-    assert periods.sending_seconds == pytest.approx(19e6 / (STATE_SHARE * 10 * MBIT))
+        assert replicas + checkpoints <= BUDGET_SHARE * each.up_bytes_per_second * 1.0001
+    assert periods.sending_seconds == pytest.approx(19e6 / (BUDGET_SHARE * 10 * MBIT))
     assert periods.at_most_lost_seconds == pytest.approx(2.5 * periods.sending_seconds)
 
 
@@ -49,7 +50,7 @@ def test_a_wish_that_a_line_cannot_meet_is_refused_in_one_sentence() -> None:
 def test_the_requesters_own_line_limits_checkpoints_of_many_stages() -> None:
     stages = [stage(f"p{number}", 50, 1000) for number in range(10)]
     periods = state_periods(stages, 60.0, 20 * MBIT)
-    assert periods.checkpoint_seconds == pytest.approx(500e6 / (STATE_SHARE * 20 * MBIT))
+    assert periods.checkpoint_seconds == pytest.approx(500e6 / (BUDGET_SHARE * 20 * MBIT))
     assert "the requester receives" in periods.limit
     assert periods.replica_seconds < 10, "replicas do not pass the requester"
 
@@ -71,3 +72,13 @@ def test_without_a_wish_there_is_no_checkpoint_by_time() -> None:
     periods = state_periods([stage("a", 100, 10)], None)
     assert periods.checkpoint_seconds is None and periods.meets_wish
     assert len(periods.sentences()) == 1
+
+
+def test_a_plan_counts_the_bytes_of_the_coding_that_a_line_gets() -> None:
+    part = 200e6
+    thin, wide = 10 * MBIT, 10_000 * MBIT
+    rounded = travelling_bytes(part, thin, is_exact=False, is_local=False)
+    exact = travelling_bytes(part, thin, is_exact=True, is_local=False)
+    assert rounded < exact / 2 < exact < part
+    assert travelling_bytes(part, wide, is_exact=False, is_local=False) == part
+    assert travelling_bytes(part, thin, is_exact=False, is_local=True) == part

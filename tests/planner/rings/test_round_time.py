@@ -7,8 +7,6 @@ import pytest
 from ravnest.planner.link_codecs import share_of
 from ravnest.planner.problem import NO_LIMIT, Network, Provider
 from ravnest.planner.rings.line_shares import (
-    STATE_BUDGET,
-    STATE_FLOOR,
     WHOLE_LINES,
     LineShares,
     round_share,
@@ -25,6 +23,7 @@ from ravnest.planner.rings.ring_codecs import (
 )
 from ravnest.planner.rings.rings import Ring
 from ravnest.planner.rings.round_time import round_time
+from ravnest.state_budget import BUDGET_SHARE, FLOOR_SHARE
 
 MB = 1e6
 
@@ -42,7 +41,7 @@ def ring(*owners: str, size: float = 8 * MB) -> Ring:
 def test_the_codec_is_the_most_precise_within_the_budget_of_the_line() -> None:
     load, codecs = RingLoad(8 * MB, 0.0, 1 * MB), []
     for codec in RING_CHOICES:
-        enough = load.sent_bytes(codec) / (STATE_BUDGET * MB)
+        enough = load.sent_bytes(codec) / (BUDGET_SHARE * MB)
         assert choose_ring_codec(AUTO, load, enough * 1.001).codec == codec
         codecs.append(choose_ring_codec(AUTO, load, enough * 0.999).codec)
     assert codecs == ["bfloat16", "int8", "int4", "int4"]
@@ -89,7 +88,7 @@ def test_the_codecs_of_all_rings_make_one_sentence() -> None:
 def test_a_round_gets_what_training_leaves_and_never_nothing() -> None:
     assert round_share(0.0) == pytest.approx(0.9)
     assert round_share(0.5) == pytest.approx(0.45)
-    assert round_share(0.99) == round_share(7.0) == STATE_FLOOR
+    assert round_share(0.99) == round_share(7.0) == FLOOR_SHARE
 
 
 def test_a_round_counts_lines_training_latency_coding_and_shared_lines() -> None:
@@ -103,7 +102,7 @@ def test_a_round_counts_lines_training_latency_coding_and_shared_lines() -> None
 
     line, latency, coding, budget = predicted(alone)
     # Two owners send 8 MB each at 1 MB/s.
-    assert line == pytest.approx(8.0) and budget == pytest.approx(8.0 / STATE_BUDGET)
+    assert line == pytest.approx(8.0) and budget == pytest.approx(8.0 / BUDGET_SHARE)
     # Two steps over 40 ms each, and five messages of 20 ms.
     assert latency == pytest.approx(2 * 0.04 + 5 * 0.02)
     assert predicted(alone, LineShares(0.5))[0] == pytest.approx(16.0)
