@@ -212,7 +212,7 @@ def stream_order(tensors: Mapping[str, Tensor]) -> list[str]:
     return sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
 
 
-def stream_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+def stream_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
     """The beginning of the stream of these tensors; their bytes follow in the order of `stream_order`."""
     described: dict[str, object] = {_METADATA_KEY: dict(sorted(metadata.items()))} if metadata else {}
     begin = 0

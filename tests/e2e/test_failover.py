@@ -17,6 +17,7 @@ from ravnest.coordinator.replicas import pace as replica_pace
 from ravnest.monitor.events import Event, read_events
 from ravnest.monitor.json_lines import read_lines
 from ravnest.monitor.summary import Summary
+from ravnest.planner.recovery import state_periods
 from ravnest.planner.recovery.choose_coding import CodingChoice
 from ravnest.state.codings import INT8
 from tests.e2e.disturbing import HELD_OUT, POOL, RATE, Disturbed, Endless, disturbed, loss_of, plain
@@ -39,12 +40,13 @@ def supply() -> Iterator[SharedSwarm]:
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas are made often."""
-    monkeypatch.setattr(replica_pace, "MIN_SECONDS", 0.3)
+    for module in (replica_pace, state_periods):
+        monkeypatch.setattr(module, "MIN_REPLICA_SECONDS", 0.3)
 
 
 @pytest.fixture
 def no_replicas(often: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_pace, "MIN_SECONDS", 1e9)
+    monkeypatch.setattr(replica_pace, "MIN_REPLICA_SECONDS", 1e9)
 
 
 def told(result: TrainResult | Path, kind: str) -> list[Event]:

@@ -58,6 +58,8 @@ def test_fewer_are_in_flight_while_the_learning_rate_is_high(
 ) -> None:
     run = tmp_path / "run"
     monkeypatch.setattr(cautious_flight, "CAUTIOUS_STALENESS", 1)
+    # Where the cores of the machine are the limit, no more are planned than while the rate is high.
+    monkeypatch.setattr("ravnest.coordinator.launch.session.usable_cores", lambda: 8)
     # High for a third of the run.
     steps = partial(torch.optim.lr_scheduler.StepLR, step_size=100, gamma=0.1)
     adam = partial(torch.optim.AdamW, lr=1e-3)

@@ -15,6 +15,7 @@ from ravnest import Pipeline
 from ravnest.coordinator.replicas import pace as replica_pace
 from ravnest.monitor.events import read_events
 from ravnest.monitor.json_lines import read_lines
+from ravnest.planner.recovery import state_periods
 from tests.e2e.disturbing import RATE, Disturbed, Endless, disturbed
 from tests.e2e.jobs import Batch
 from tests.e2e.tied_jobs import TiedModel, a_tied_model, next_token_loss, token_batch
@@ -65,7 +66,8 @@ def supply() -> Iterator[SharedSwarm]:
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas are made often."""
-    monkeypatch.setattr(replica_pace, "MIN_SECONDS", 0.3)
+    for module in (replica_pace, state_periods):
+        monkeypatch.setattr(module, "MIN_REPLICA_SECONDS", 0.3)
 
 
 _train = partial(disturbed, walked=Tokens, model=a_tied_model(), loss=next_token_loss, eval_data=[HELD_OUT])

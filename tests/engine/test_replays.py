@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ravnest.engine.inbox.applied import Applied
+from ravnest.engine.inbox.applied import REMEMBERED, Applied
 from ravnest.engine.messages import LossRecord, Message, Snapshot
 from ravnest.engine.stage import Stage, Update
 from ravnest.engine.worker import StageWorker
@@ -295,7 +295,7 @@ def test_a_replayed_microbatch_causes_no_checkpoint_replica_or_round() -> None:
 
 def test_a_microbatch_that_is_too_old_to_tell_whether_it_was_applied_is_refused() -> None:
     [stage] = stages(1)
-    worker = StageWorker(stage, Pipe(Pipeline([]), 0), applied=Applied(range(1, 5000)))
+    worker = StageWorker(stage, Pipe(Pipeline([]), 0), applied=Applied(range(1, REMEMBERED + 1000)))
     with pytest.raises(PeerError, match="microbatch 3 came again, or long after"):
         worker.feed(message(3))
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from ravnest.monitor.saved_state import saved_states_as_text
-from ravnest.monitor.summary import SavedState, SavedStates, Summary
+from ravnest.monitor.summary import SavedState, StateSummary, Summary
 
 
 def text(updates: int, checkpoint: SavedState | None, replica: SavedState | None) -> str:
-    saved = SavedStates(checkpoint=checkpoint, replica=replica)
-    return saved_states_as_text(Summary(status="running", reason="", updates=updates, saved=saved), now=1000.0)
+    state = StateSummary(checkpoint=checkpoint, replica=replica)
+    return saved_states_as_text(Summary(status="running", reason="", updates=updates, state=state), now=1000.0)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_what_the_providers_hold_is_told_only_if_it_is_newer() -> None:
 
 
 def test_a_summary_is_read_as_it_was_written(tmp_path: Path) -> None:
-    saved = SavedStates(checkpoint=SavedState(updates=3, at=7.5))
+    state = StateSummary(checkpoint=SavedState(updates=3, at=7.5))
     path = tmp_path / "summary.json"
-    path.write_text(json.dumps(Summary(status="running", reason="", saved=saved).to_json()))
-    assert Summary.read(path).saved == saved
+    path.write_text(json.dumps(Summary(status="running", reason="", state=state).to_json()))
+    assert Summary.read(path).state == state

@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -22,9 +23,21 @@ def test_each_piece_waits_for_its_turn_unless_its_round_is_urgent(monkeypatch: p
     turns: queue.Queue[None] = queue.Queue()
     asked: queue.Queue[int] = queue.Queue()
 
-    def wait_turn(size_bytes: int) -> None:
-        asked.put(size_bytes)
-        turns.get(timeout=SECONDS)
+    class Turns:
+        """A transfer whose turns the test gives; an urgent one takes none."""
+
+        def __init__(self, urgent: bool) -> None:
+            self._urgent = urgent
+
+        def wait_turn(self, size_bytes: int, is_over: Callable[[], bool]) -> None:
+            if not self._urgent:
+                asked.put(size_bytes)
+                turns.get(timeout=SECONDS)
+
+    class Budget:
+        def transfer(self, kind: str, *, urgent: bool = False) -> Turns:
+            assert kind == "round"
+            return Turns(urgent)
 
     async def test() -> None:
         linked: asyncio.Queue[RingPlace | None] = asyncio.Queue()
@@ -35,7 +48,7 @@ def test_each_piece_waits_for_its_turn_unless_its_round_is_urgent(monkeypatch: p
         # Without an address for direct lines.
         peer, nothing = Neighbour(node="b"), cast(Any, None)
         wanting = Wanting(lambda peer: None)
-        lines = RingLines([peer], 1, NodeIdentity.new(), nothing, cast(Any, wanting), wait_turn)
+        lines = RingLines([peer], 1, NodeIdentity.new(), nothing, cast(Any, wanting), cast(Any, Budget()))
         [end] = lines.ends
         monkeypatch.setattr(end.link, "send", over_the_link)
         places = [RingPlace(BACKGROUND, 0, chunk=0), RingPlace(URGENT, 0, chunk=1), RingPlace(BACKGROUND, 0, chunk=2)]

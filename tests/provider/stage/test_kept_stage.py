@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from ravnest.engine.inbox.applied import REMEMBERED
 from ravnest.errors import GraphError, PeerError
 from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy
 from ravnest.provider.replicas.format import Restored
@@ -179,7 +180,9 @@ def test_a_part_that_does_not_fit_is_refused_by_name() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("text", ['{"1": 2}', "[-1]", "[1.5]", '["a"]', "[true]", "7", "[", json.dumps([0] * 5000)])
+@pytest.mark.parametrize(
+    "text", ['{"1": 2}', "[-1]", "[1.5]", '["a"]', "[true]", "7", "[", json.dumps([0] * (REMEMBERED + 1))]
+)
 def test_what_a_part_says_of_microbatches_is_checked(text: str) -> None:
     with pytest.raises(GraphError, match="cannot be read"):
         Restored.of({}, {"applied": text})
