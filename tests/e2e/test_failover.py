@@ -142,6 +142,8 @@ def test_a_standby_and_then_those_who_are_left_go_on_from_coded_replicas(
 
     def kill(run: Disturbed) -> None:
         run.wait("deployed")
+        # The first one is no difference, and not smaller than the part.
+        run.wait("replica")
         for _ in range(3):
             run.from_now_on()
             coded = run.wait("replica")

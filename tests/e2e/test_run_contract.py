@@ -56,7 +56,7 @@ def test_the_summary_has_the_fields_of_the_contract(run: Path) -> None:
     assert set(summary["averaging"]) == {"rounds", "rings", "seconds_mean", "bytes", "skipped"}
     assert summary["faults"] == []
     [cluster] = summary["clusters"]
-    assert set(cluster) == {"id", "samples", "samples_per_second", "stages", "in_flight", "in_flight_reason"}
+    assert set(cluster) == {"id", "samples", "samples_per_second", "stages", "in_flight", "in_flight_reason", "limit"}
     assert cluster["in_flight"] == 2
     assert [stage["role"] for stage in cluster["stages"]] == ["root", "stem", "leaf"]
     for number, stage in enumerate(cluster["stages"]):

@@ -112,6 +112,8 @@ class _ClusterReplicas:
     """By stage, the bytes of its part."""
     last_sent: dict[int, int] = field(default_factory=dict)
     """By stage, the bytes that a line carried for it."""
+    completed: int = 0
+    """Number of complete replicas so far."""
     updates: int = 0
     """Updates that it contains."""
     backoff_seconds: float = 0.0
@@ -235,9 +237,16 @@ class ReplicaTracker:
             size = sizes.get(number) or STATE_BYTES * stage.parameters
             line = self._line(stage.node) or _UNKNOWN_LINE
             coded = travelling_bytes(size, line, is_exact=self._is_exact, is_local=self._shared)
-            # The first part has nothing that it could be the difference to.
-            stages.append(StageState(stage.node, min(sent.get(number, coded), coded), size, line))
-        return state_periods(stages, wished_seconds, requester_bytes_per_second, has_replicas=state is not None)
+            # The first part is no difference, and larger than those to come.
+            is_known = state is not None and state.completed > 1
+            stages.append(StageState(stage.node, sent.get(number, coded) if is_known else coded, size, line))
+        return state_periods(
+            stages,
+            wished_seconds,
+            requester_bytes_per_second,
+            has_replicas=state is not None,
+            measured_seconds=0.0 if state is None or state.completed < 2 or self._shared else state.last_part_seconds,
+        )
 
     def request(self, cluster: ClusterRun) -> None:
         """Announces a replica with the next microbatch that completes an update."""
@@ -343,7 +352,7 @@ class ReplicaTracker:
         rounded = tuple(done.rounded[stage] for stage in range(len(state.keys)))
         sizes = tuple(done.sizes[stage] for stage in range(len(state.keys)))
         state.complete = Replica(number, done.place, nodes, hashes, rounded, sizes, done.began)
-        state.backoff_seconds = 0.0
+        state.backoff_seconds, state.completed = 0.0, state.completed + 1
         state.last_seconds, state.last_part_seconds = time.monotonic() - done.began, done.seconds
         state.last_sizes, state.last_sent, state.updates = done.sizes, done.sent, done.place.updates
         # In the order of feeding, which differs from the order of numbers after a cluster was lost.

@@ -85,16 +85,19 @@ def state_periods(
     requester_down_bytes_per_second: float = NO_LIMIT,
     *,
     has_replicas: bool = True,
+    measured_seconds: float = 0.0,
     share: float = BUDGET_SHARE,
 ) -> StatePeriods:
     """The periods of one cluster. `wished_seconds` is `checkpoint.every_seconds`; it is met where the lines allow it.
+    `measured_seconds` is how long the last replica was on its way (0: there was none): longer than planned where a line
+    has no 15 % to spare, or parts pass the relay.
 
     Without replicas (no other provider could continue from one) checkpoints have the whole share.
     """
     sending, slowest = 0.0, None
     if has_replicas and stages:
         slowest = max(stages, key=lambda stage: stage.replica_bytes / stage.up_bytes_per_second)
-        sending = slowest.replica_bytes / (share * slowest.up_bytes_per_second)
+        sending = max(slowest.replica_bytes / (share * slowest.up_bytes_per_second), measured_seconds)
     replica = max(MIN_REPLICA_SECONDS, sending / REPLICA_PART) if has_replicas else 0.0
     rest = share * (1 - REPLICA_PART if has_replicas else 1.0)
     limits = {

@@ -306,3 +306,18 @@ def test_a_replica_has_a_higher_number_than_those_before_it(bench: Bench) -> Non
 
 def test_a_stage_remembers_all_that_may_be_fed_again() -> None:
     assert module.MAX_RETAINED + 1000 <= REMEMBERED
+
+
+def test_periods_follow_what_replicas_really_took_from_the_second_on(bench: Bench) -> None:
+    def complete(number: int, seconds: float) -> None:
+        for stage, (node, holder) in enumerate(("ab", "ba")):
+            bench.says(node, stage, number, holder, seconds=seconds)
+
+    planned = bench.replicas.periods(bench.cluster, None)
+    bench.now += 10
+    complete(bench.feed(0), 500.0)
+    assert bench.replicas.periods(bench.cluster, None).sending_seconds < 1, "the first is no difference"
+    bench.now += 1000
+    complete(bench.feed(1), 50.0)
+    found = bench.replicas.periods(bench.cluster, None)
+    assert found.sending_seconds == 50.0 and found.replica_seconds == 75.0 > planned.replica_seconds

@@ -82,3 +82,11 @@ def test_a_plan_counts_the_bytes_of_the_coding_that_a_line_gets() -> None:
     assert rounded < exact / 2 < exact < part
     assert travelling_bytes(part, wide, is_exact=False, is_local=False) == part
     assert travelling_bytes(part, thin, is_exact=False, is_local=True) == part
+
+
+def test_a_replica_that_takes_longer_than_planned_makes_them_rarer_and_the_user_hears_the_truth() -> None:
+    stages = [stage("a", 1, 10), stage("b", 1, 10)]
+    planned, busy = (state_periods(stages, 60.0, measured_seconds=seconds) for seconds in (0.0, 40.0))
+    assert planned.sending_seconds < 40.0 == busy.sending_seconds
+    assert busy.replica_seconds == pytest.approx(60.0) and busy.at_most_lost_seconds == pytest.approx(100.0)
+    assert state_periods(stages, 60.0, measured_seconds=0.1) == planned, "a lucky one is no promise"
