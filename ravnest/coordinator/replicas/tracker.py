@@ -20,7 +20,13 @@ from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.replicas.pace import replica_due, replica_timeout_seconds
 from ravnest.errors import printable
 from ravnest.net.v1.control_pb2 import Replicated
-from ravnest.planner.recovery.state_periods import StageState, StatePeriods, state_periods, travelling_bytes
+from ravnest.planner.recovery.state_periods import (
+    StageState,
+    StatePeriods,
+    budget_share,
+    state_periods,
+    travelling_bytes,
+)
 
 MAX_RETAINED: Final = 12288
 """Retained microbatches, beyond those of one update: fewer than a stage remembers of those that it has applied."""
@@ -245,6 +251,7 @@ class ReplicaTracker:
             wished_seconds,
             requester_bytes_per_second,
             has_replicas=state is not None,
+            share=budget_share(len(self._by_cluster)),
             measured_seconds=0.0 if state is None or state.completed < 2 or self._shared else state.last_part_seconds,
         )
 

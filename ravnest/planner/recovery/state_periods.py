@@ -19,6 +19,9 @@ from ravnest.units import byte_size, duration, megabits
 
 REPLICA_PART: Final = 2 / 3
 """Part of this share that is for replicas, where a cluster makes any."""
+NEXT_TO_ROUNDS: Final = 1 / 3
+"""Part of the budget that is for replicas and checkpoints where clusters average, because rounds have a budget too, and
+every round leaves the parameters of each stage on several machines."""
 MIN_REPLICA_SECONDS: Final = 2.0
 """Minimum time between two replicas of a cluster."""
 
@@ -132,8 +135,14 @@ def planned_periods(
             for name, size, line in ((name, size, providers[name].up_bytes_per_second) for name, size in sizes.items())
         ]
         down = requester.down_bytes_per_second
-        found.append(state_periods(stages, wished_seconds, down, has_replicas=not is_alone))
+        share = budget_share(len(clusters))
+        found.append(state_periods(stages, wished_seconds, down, has_replicas=not is_alone, share=share))
     return max(found, key=lambda periods: (periods.at_most_lost_seconds, periods.checkpoint_seconds or 0.0))
+
+
+def budget_share(clusters: int) -> float:
+    """The share of a line for replicas and checkpoints, in a plan with this number of clusters."""
+    return BUDGET_SHARE * (NEXT_TO_ROUNDS if clusters > 1 else 1.0)
 
 
 def travelling_bytes(part_bytes: float, line_bytes_per_second: float, *, is_exact: bool, is_local: bool) -> float:

@@ -3,7 +3,13 @@
 import pytest
 
 from ravnest.planner.problem import NO_LIMIT
-from ravnest.planner.recovery.state_periods import MIN_REPLICA_SECONDS, StageState, state_periods, travelling_bytes
+from ravnest.planner.recovery.state_periods import (
+    MIN_REPLICA_SECONDS,
+    StageState,
+    budget_share,
+    state_periods,
+    travelling_bytes,
+)
 from ravnest.state_budget import BUDGET_SHARE
 
 MBIT = 1e6 / 8
@@ -90,3 +96,8 @@ def test_a_replica_that_takes_longer_than_planned_makes_them_rarer_and_the_user_
     assert planned.sending_seconds < 40.0 == busy.sending_seconds
     assert busy.replica_seconds == pytest.approx(60.0) and busy.at_most_lost_seconds == pytest.approx(100.0)
     assert state_periods(stages, 60.0, measured_seconds=0.1) == planned, "a lucky one is no promise"
+
+
+def test_clusters_that_average_leave_most_of_the_budget_to_rounds() -> None:
+    assert budget_share(1) == BUDGET_SHARE
+    assert budget_share(2) == budget_share(5) == pytest.approx(BUDGET_SHARE / 3)
