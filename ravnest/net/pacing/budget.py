@@ -125,12 +125,14 @@ class StateBudget:
             self._line.limit(bytes_per_second)
 
     def reduce(self, share: float) -> None:
-        """Let state take only this share of its rate, from 0 to 1: the user's data for the month run out."""
+        """Let state take only this share of its rate, from 0 to 1, unless it is lifted: the month's data runs out."""
         with self._lock:
             self._share = min(1.0, max(0.0, share))
 
     def lift(self) -> None:
-        """Let state take all that the foreground leaves from now on: this machine leaves, and hands its state over."""
+        """Let state take all that the foreground leaves from now on: this machine leaves, and hands its state over.
+
+        The data that this takes is kept in reserve, so a reduced share does not hold any more."""
         with self._lock:
             self._is_lifted = True
             first = self._first()
@@ -240,7 +242,7 @@ class StateBudget:
         trains = self._clock() - self._worked_at < IDLE_SECONDS
         has_budget = trains and kind != "round" and not self._is_lifted
         rate, reason = state_rate(line, self._recent.bytes_per_second, self._settings, has_budget=has_budget)
-        if self._share < 1.0:
+        if self._share < 1.0 and not self._is_lifted:
             floor = self._settings.floor_share * line
             return max(floor, rate * self._share), f"{reason}, reduced to {self._share:.0%}"
         return rate, reason

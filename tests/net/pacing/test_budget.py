@@ -156,6 +156,14 @@ def test_a_month_that_runs_out_reduces_state() -> None:
     assert "reduced to 20%" in line.budget.rate()[1]
 
 
+def test_a_machine_that_leaves_at_its_monthly_cap_hands_its_state_over_in_time() -> None:
+    line = Line()
+    line.budget.reduce(0.0)
+    line.budget.lift()
+    assert line.send(60.0, "replica")["replica"] / 60.0 > 0.8 * HOME
+    assert "reduced" not in line.budget.rate()[1]
+
+
 def test_what_is_urgent_and_a_budget_without_limits_wait_for_nothing() -> None:
     async def test() -> None:
         line = Line()
