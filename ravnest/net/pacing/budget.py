@@ -68,8 +68,10 @@ class StateBudget:
         self._share = 1.0
         self._worked_at = -math.inf
         self._is_lifted = False
-        self.control = ControlTraffic(self)
+        self.control = _Traffic(self, is_work=False)
         """Counts control messages: they are foreground, and are sent whether the machine trains or not."""
+        self.nearby = _Traffic(self, is_nearby=True)
+        """Counts the foreground towards machines on the same network, which does not pass the uplink."""
 
     @classmethod
     def unlimited(cls) -> "StateBudget":
@@ -112,10 +114,10 @@ class StateBudget:
         """A transfer that takes turns. `max_bytes_per_second` protects the line of its receiver; 0: no such limit."""
         return PacedTransfer(self, kind, urgent=urgent, max_bytes_per_second=max_bytes_per_second)
 
-    def measured(self, bytes_per_second: float) -> None:
-        """The uplink was measured on some connection."""
+    def measured(self, bytes_per_second: float, *, is_nearby: bool = False) -> None:
+        """The uplink was measured on some connection; `is_nearby`: to a machine on the same network."""
         with self._lock:
-            self._line.measured(bytes_per_second)
+            self._line.measured(bytes_per_second, is_nearby=is_nearby)
             first = self._first()
         _wake(first)
 
@@ -148,21 +150,22 @@ class StateBudget:
         with self._lock:
             self._queued_bytes += size_bytes
 
-    def written(self, size_bytes: int, *, is_work: bool = True) -> None:
+    def written(self, size_bytes: int, *, is_work: bool = True, is_nearby: bool = False) -> None:
         """A connection has taken these bytes of the foreground; `is_work`: of a stage that trains."""
         with self._lock:
             self._queued_bytes -= size_bytes
-            self._recent.add(size_bytes)
             now, line = self._clock(), self._line.bytes_per_second
             self._worked_at = now if is_work else self._worked_at
-            self._free_at = min(max(now, self._free_at) + size_bytes / line, now + _LONGEST_BACKLOG_SECONDS)
+            if not (is_nearby and self._line.leads_outside):
+                self._recent.add(size_bytes)
+                self._free_at = min(max(now, self._free_at) + size_bytes / line, now + _LONGEST_BACKLOG_SECONDS)
             first = self._first() if self._queued_bytes <= 0 else None
         _wake(first)
 
-    def delivered(self, size_bytes: int, seconds: float) -> None:
+    def delivered(self, size_bytes: int, seconds: float, *, is_nearby: bool = False) -> None:
         """A large frame of the foreground was confirmed after this time: the line is at least so fast."""
         with self._lock:
-            self._line.proved(size_bytes / max(seconds, _MIN_DELIVERY_SECONDS))
+            self._line.proved(size_bytes / max(seconds, _MIN_DELIVERY_SECONDS), is_nearby=is_nearby)
 
     def dropped(self, size_bytes: int) -> None:
         """A connection broke before it took these bytes of the foreground."""
@@ -356,20 +359,23 @@ class PacedTransfer:
         return wait_seconds
 
 
-class ControlTraffic:
-    """Foreground of control messages, for the budget of their process."""
+class _Traffic:
+    """Foreground of some connections, for the budget of their process."""
 
-    def __init__(self, budget: StateBudget) -> None:
+    def __init__(self, budget: StateBudget, *, is_work: bool = True, is_nearby: bool = False) -> None:
         self._budget = budget
+        self._is_work = is_work
+        self._is_nearby = is_nearby
 
     def queued(self, size_bytes: int) -> None:
         self._budget.queued(size_bytes)
 
     def written(self, size_bytes: int) -> None:
-        self._budget.written(size_bytes, is_work=False)
+        self._budget.written(size_bytes, is_work=self._is_work, is_nearby=self._is_nearby)
 
     def delivered(self, size_bytes: int, seconds: float) -> None:
-        self._budget.delivered(size_bytes, seconds)
+        # Control messages go to machines everywhere, and say nothing about one line.
+        self._budget.delivered(size_bytes, seconds, is_nearby=self._is_nearby or not self._is_work)
 
     def dropped(self, size_bytes: int) -> None:
         self._budget.dropped(size_bytes)
