@@ -193,7 +193,7 @@ class Agent:
         self._budget.limit(options.limits.upload_bytes_per_second)
         self._cap: MonthlyCap | None = None
         if options.limits.monthly_bytes < math.inf:
-            count = MonthlyCount(data_folder() / "ravnest")
+            count = MonthlyCount(data_folder() / "ravnest", say=console.say)
             self._cap = MonthlyCap(options.limits.monthly_bytes, count, TRAFFIC, self._budget)
         self._coordinator_link = CoordinatorLink(console.say, self._budget, options.limits)
         self._transfers = OutgoingTransfers(self._budget)
