@@ -1,4 +1,4 @@
-"""Deadlines of a round: for members to join and for a reduce to end, learned from the rounds before.
+"""Deadlines of a round: for members to join, to catch up and to reduce, learned from the rounds before.
 
 A deadline follows the slowest of the recent rounds at once and forgets it slowly. When it cut members off, either it
 was too short or they are dead: it doubles, and shrinks again with rounds that end in time. A deadline is a value
@@ -63,18 +63,31 @@ class Deadlines:
     """The deadlines of a run, round after round."""
 
     def __init__(
-        self, join_estimate_seconds: float, reduce_estimate_seconds: float, limits: RoundLimits = DEFAULT_LIMITS
+        self,
+        join_estimate_seconds: float,
+        catch_up_estimate_seconds: float,
+        reduce_estimate_seconds: float,
+        limits: RoundLimits = DEFAULT_LIMITS,
     ) -> None:
         """`join_estimate_seconds`: the expected time from the announcement of a round until all members have joined;
+        `catch_up_estimate_seconds`: the expected time to send the anchor to an owner that is behind;
         `reduce_estimate_seconds`: the expected time of a reduce, from the bandwidth between the members."""
         self.joining = Deadline.expecting(join_estimate_seconds, limits.min_joining_seconds)
+        self.catching_up = Deadline.expecting(catch_up_estimate_seconds, limits.min_reducing_seconds)
         self.reducing = Deadline.expecting(reduce_estimate_seconds, limits.min_reducing_seconds)
 
-    def learn(self, joins: Iterable[PhaseTime | None], reduces: Iterable[PhaseTime | None]) -> None:
+    def learn(
+        self,
+        joins: Iterable[PhaseTime | None],
+        catch_ups: Iterable[PhaseTime | None],
+        reduces: Iterable[PhaseTime | None],
+    ) -> None:
         """Adapt to one round, given its phases on all rings; None for a ring that did not reach the phase."""
-        joined, reduced = _slowest(joins), _slowest(reduces)
+        joined, caught_up, reduced = _slowest(joins), _slowest(catch_ups), _slowest(reduces)
         if joined is not None:
             self.joining = self.joining.after(joined)
+        if caught_up is not None:
+            self.catching_up = self.catching_up.after(caught_up)
         if reduced is not None:
             self.reducing = self.reducing.after(reduced)
 

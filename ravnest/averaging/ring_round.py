@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ravnest.averaging.catching_up import CatchingUp
 from ravnest.averaging.deadlines import PhaseTime
 from ravnest.averaging.participants import Participants, RingHistory
 from ravnest.averaging.patience import Patience
@@ -25,6 +26,8 @@ class RoundSettings:
     """The settings of a round, the same for all its rings."""
 
     join_seconds: float
+    catch_up_seconds: float
+    """For owners that are behind, counted from the end of joining. More while pieces of the anchor arrive."""
     reduce_seconds: float
     outlier: float | None
     """See `guards.clip_outliers`."""
@@ -63,6 +66,8 @@ class RingRound:
         average."""
         self.join_took: PhaseTime | None = None
         """The time until the last owner joined; None while owners are joining."""
+        self.catch_up_took: PhaseTime | None = None
+        """The time that the round waited for owners to catch up; None before that is over, and if none was behind."""
         self.reduce_took: PhaseTime | None = None
         """The time of the last attempt; None before one has ended."""
         self.typical = history.typical
@@ -74,6 +79,7 @@ class RingRound:
         """Why the round waits no longer for the owners that are still missing; empty before there is a quorum."""
         self._participants = Participants(owners, history)
         self._attempt = ReduceAttempt(0, (), now)
+        self._catching_up = CatchingUp(now)
         self._began = now
         self._last_joined = now
         self._accused: dict[str, str] = {}
@@ -122,6 +128,7 @@ class RingRound:
         if self.outcome is not None or not self._participants.is_catching_up(node):
             return []
         self._participants.caught_up(node)
+        self._catching_up.caught_up()
         return self._advance(now)
 
     def reduced(self, node: str, attempt: int, digest: int, now: float) -> list[Action]:
@@ -170,8 +177,11 @@ class RingRound:
         return self._without((guilty,), why, now)
 
     def progressed(self, node: str, attempt: int, pieces: int, now: float) -> None:
-        """A member has received this many pieces. See `ReduceAttempt.add_progress`."""
-        if self._concerns(node, attempt):
+        """A member has received this many pieces: of the anchor in attempt 0, otherwise see
+        `ReduceAttempt.add_progress`."""
+        if self.attempt == 0 and attempt == 0 and self._participants.is_catching_up(node):
+            self._catching_up.add_progress(node, pieces)
+        elif self._concerns(node, attempt):
             self._attempt.add_progress(node, pieces, now)
 
     def gone(self, node: str, reason: str, now: float) -> list[Action]:
@@ -197,8 +207,7 @@ class RingRound:
             # Owners that the round could have waited for say nothing about the deadline.
             return [*actions, *self._advance(now, cut_off=0 if self._grace else len(late))]
         if not self.attempt:
-            behind = self._participants.behind
-            return self._without(behind, f"it did not catch up within {self._settings.reduce_seconds:.3g} s", now)
+            return self._on_catch_up_timeout(now)
         return self._on_reduce_timeout(now)
 
     def _advance(self, now: float, cut_off: int = 0) -> list[Action]:
@@ -209,8 +218,10 @@ class RingRound:
                 return []
             self.join_took = PhaseTime(self._last_joined - self._began, cut_off)
             actions += [*self._participants.settle_for_newest(), *self._find_donors()]
-            self.deadline = now + self._settings.reduce_seconds
+            self._catching_up.joined(now)
+            self.deadline = now + self._settings.catch_up_seconds
         if self.attempt == 0 and not self._participants.behind:
+            self.catch_up_took = self._catching_up.took(now)
             actions += self._begin(now)
         return actions
 
@@ -251,6 +262,12 @@ class RingRound:
         if self.attempt == self._settings.max_attempts:
             return f"given up after {self._settings.max_attempts} attempts"
         return None
+
+    def _on_catch_up_timeout(self, now: float) -> list[Action]:
+        self.deadline = now + max(self._settings.catch_up_seconds / 2, SILENT_SECONDS)
+        late = self._catching_up.give_up(self._participants.behind)
+        waited = self._catching_up.waited(now)
+        return self._without(late, f"it did not catch up within {waited:.3g} s", now) if late else []
 
     def _on_reduce_timeout(self, now: float) -> list[Action]:
         slow, why = self._not_worth_waiting_for(now)

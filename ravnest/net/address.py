@@ -1,8 +1,10 @@
 """Addresses: `host:port` as text, and the addresses at which other machines can reach this one."""
 
+import contextlib
 import ipaddress
 import re
 import socket
+from collections.abc import Collection
 from typing import Final
 from urllib.parse import unquote
 
@@ -87,6 +89,20 @@ def reach(host: str) -> str:
     return "internet" if address.is_global else "network"
 
 
+def is_nearby(host: str, own: Collection[str] = ()) -> tuple[bool, str]:
+    """Whether connections to this host stay on a network that this machine is on, and why. Their rate then says nothing
+    about the uplink. `own`: addresses of this machine. Names are not looked up, see `reach`."""
+    host = plain_host(host)
+    if reach(host) != "internet":
+        return True, f"{host} is a private address"
+    if host in own:
+        return True, f"{host} is an address of this network"
+    for each in own:
+        if _subnet(each) is not None and _subnet(each) == _subnet(host):
+            return True, f"{host} is in the same subnet as {each}"
+    return False, f"{host} is a public address"
+
+
 def own_address_towards(host: str, port: int) -> str:
     """The address of this machine that its connections to `host` come from. PeerError when there is no route.
 
@@ -99,6 +115,17 @@ def own_address_towards(host: str, port: int) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise PeerError(f"there is no route from this machine to {host}: {error.strerror or error}") from None
+
+
+def own_addresses(host: str) -> tuple[str, ...]:
+    """The address of this machine that its connections to this host come from; none for a name, which is not looked
+    up, or without a route."""
+    if not is_ip_address(host):
+        return ()
+    try:
+        return (own_address_towards(host, 9),)
+    except PeerError:
+        return ()
 
 
 def outward_address() -> str:
@@ -130,6 +157,14 @@ _ELSEWHERE: Final = ("192.0.2.1", "2001:db8::1")
 """Addresses reserved for documentation: the route to them is the route to the internet."""
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _PORT = re.compile(r"[0-9]{1,5}")
+
+
+def _subnet(host: str) -> ipaddress.IPv6Network | None:
+    """The subnet of a public IPv6 address: that of its household or office."""
+    with contextlib.suppress(ValueError):
+        if isinstance(address := ipaddress.ip_address(host), ipaddress.IPv6Address) and address.is_global:
+            return ipaddress.IPv6Network((int(address), 64), strict=False)
+    return None
 
 
 def _shown(text: str) -> str:

@@ -49,7 +49,7 @@ from ravnest.provider.machine.profile import MachineProfile, OfferedMachine
 from ravnest.provider.machine.torch_footprint import give_memory_back, leave_out_the_compiler
 from ravnest.provider.membership.departure import Departure, end_with_parent
 from ravnest.provider.membership.joining import data_folder, has_joined_before, join, kept_identity
-from ravnest.provider.membership.link_measurements import CoordinatorLink, PeerMeasuring
+from ravnest.provider.membership.link_measurements import CoordinatorLink, PeerMeasuring, is_on_own_network
 from ravnest.provider.membership.monthly_cap import MonthlyCap, MonthlyCount
 from ravnest.provider.membership.rejoin import SessionOverError, reach_again, serve_sessions
 from ravnest.provider.membership.session import SwarmSession
@@ -193,7 +193,7 @@ class Agent:
         self._budget.limit(options.limits.upload_bytes_per_second)
         self._cap: MonthlyCap | None = None
         if options.limits.monthly_bytes < math.inf:
-            count = MonthlyCount(data_folder() / "ravnest")
+            count = MonthlyCount(data_folder() / "ravnest", say=console.say)
             self._cap = MonthlyCap(options.limits.monthly_bytes, count, TRAFFIC, self._budget)
         self._coordinator_link = CoordinatorLink(console.say, self._budget, options.limits)
         self._transfers = OutgoingTransfers(self._budget)
@@ -233,7 +233,8 @@ class Agent:
         self._baseline_bytes = self._baseline_bytes or resident_bytes()
         session = SwarmSession(client, reply.session)
         session.control.link.foreground = self._budget.control
-        session.feed.foreground = self._budget
+        is_near = await is_on_own_network(client.address)
+        session.feed.foreground = self._budget.nearby if is_near else self._budget
         artifacts = Artifacts(client, self._options.cache, self._console.say, self._local)
         parts = ReplicaService(
             self._files, node, client, artifacts, session.control.send, self._allow, self._console.say, self._transfers

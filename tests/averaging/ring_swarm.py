@@ -25,7 +25,7 @@ from ravnest.errors import PeerError
 
 VECTOR = RingVector([Entry("weight", (5,)), Entry("bias", (2,))], [Entry("mean", (3,))])
 COORDINATOR = "coordinator"
-SETTINGS = RoundSettings(join_seconds=10.0, reduce_seconds=20.0, outlier=None)
+SETTINGS = RoundSettings(join_seconds=10.0, catch_up_seconds=20.0, reduce_seconds=20.0, outlier=None)
 
 
 def drawn(seed: int) -> Tensor:

@@ -54,31 +54,34 @@ def test_a_deadline_stays_within_its_limits_and_covers_the_last_round(
 
 
 def test_a_run_learns_from_the_slowest_ring_of_a_round() -> None:
-    deadlines = Deadlines(10.0, 20.0)
+    deadlines = Deadlines(10.0, 80.0, 20.0)
     assert (deadlines.joining.seconds, deadlines.reducing.seconds) == (30.0, 60.0)
-    deadlines.learn([PhaseTime(11.0), PhaseTime(50.0), None], [PhaseTime(100.0), PhaseTime(3.0)])
+    assert deadlines.catching_up.seconds == pytest.approx(240.0), "an anchor takes longer than a reduce"
+    deadlines.learn([PhaseTime(11.0), PhaseTime(50.0), None], [None], [PhaseTime(100.0), PhaseTime(3.0)])
+    assert deadlines.catching_up.seconds == pytest.approx(240.0)
     assert deadlines.joining.seconds == pytest.approx(150.0)
     assert deadlines.reducing.seconds == pytest.approx(300.0)
     # One ring that cut a member off is enough, though another ring took longer.
-    deadlines.learn([PhaseTime(1.0, cut_off=1), PhaseTime(2.0)], [PhaseTime(1.0)])
+    deadlines.learn([PhaseTime(1.0, cut_off=1), PhaseTime(2.0)], [PhaseTime(9.0, cut_off=1)], [PhaseTime(1.0)])
+    assert deadlines.catching_up.seconds == pytest.approx(480.0)
     assert deadlines.joining.seconds == pytest.approx(300.0)
     assert deadlines.reducing.seconds == pytest.approx(270.0)
 
 
 def test_a_run_learns_nothing_from_a_phase_that_no_ring_reached() -> None:
-    deadlines = Deadlines(10.0, 20.0)
+    deadlines = Deadlines(10.0, 20.0, 20.0)
     before = deadlines.joining, deadlines.reducing
-    deadlines.learn([None, None], [])
+    deadlines.learn([None, None], [], [])
     assert (deadlines.joining, deadlines.reducing) == before
-    deadlines.learn([PhaseTime(20.0)], [None])
+    deadlines.learn([PhaseTime(20.0)], [], [None])
     assert deadlines.joining.seconds == pytest.approx(60.0) and deadlines.reducing == before[1]
 
 
 def test_deadlines_of_a_run_grow_with_slow_rounds_and_shrink_with_fast_ones() -> None:
-    deadlines = Deadlines(1.0, 1.0)
-    deadlines.learn([PhaseTime(10.0)], [PhaseTime(40.0)])
+    deadlines = Deadlines(1.0, 1.0, 1.0)
+    deadlines.learn([PhaseTime(10.0)], [], [PhaseTime(40.0)])
     grown = deadlines.joining.seconds, deadlines.reducing.seconds
     assert grown == (pytest.approx(30.0), pytest.approx(120.0))
     for _ in range(100):
-        deadlines.learn([PhaseTime(2.0), PhaseTime(0.1)], [PhaseTime(5.0), PhaseTime(0.1)])
+        deadlines.learn([PhaseTime(2.0), PhaseTime(0.1)], [], [PhaseTime(5.0), PhaseTime(0.1)])
     assert deadlines.joining.seconds == pytest.approx(6.0) and deadlines.reducing.seconds == pytest.approx(15.0)

@@ -17,7 +17,7 @@ PIECES = 40
 
 
 def a_round(owners: Mapping[str, int], patience: Patience | None = PATIENCE, usual: float = 5.0) -> RingRound:
-    settings = RoundSettings(60.0, 10.0, None, patience=patience, usual_reduce_seconds=usual)
+    settings = RoundSettings(60.0, 10.0, 10.0, None, patience=patience, usual_reduce_seconds=usual)
     return RingRound(owners, RingHistory(), settings, 0.0, lambda members: PIECES)
 
 

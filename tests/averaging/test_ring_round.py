@@ -20,7 +20,9 @@ OWNERS = ("a", "b", "c")
 
 
 def a_round(owners: Sequence[str] = OWNERS, max_attempts: int = 5, **history: Any) -> RingRound:
-    settings = RoundSettings(join_seconds=10.0, reduce_seconds=20.0, outlier=10.0, max_attempts=max_attempts)
+    settings = RoundSettings(
+        join_seconds=10.0, catch_up_seconds=20.0, reduce_seconds=20.0, outlier=10.0, max_attempts=max_attempts
+    )
     return RingRound(dict.fromkeys(owners, 100), RingHistory(**{"committed": 7, **history}), settings, now=1000.0)
 
 
@@ -222,6 +224,40 @@ def test_one_that_missed_a_commit_catches_up_first() -> None:
     [begin] = only(Begin, ring.caught_up("a", 1005.0))
     assert [m.node for m in begin.members] == ["a", "b", "c"]
     assert ring.caught_up("a", 1006.0) == []
+
+
+def test_one_to_which_pieces_of_the_anchor_arrive_gets_more_time_and_one_to_which_none_do_is_left_out() -> None:
+    ring = a_round()
+    all_join(ring, join(committed=5), join(committed=5), join())
+    assert ring.deadline == 1021.0
+    for node in ("a", "b"):
+        ring.progressed(node, 0, 10, 1020.0)
+    ring.progressed("c", 0, 99, 1020.0)
+    assert ring.tick(1021.0) == [] and ring.deadline == 1031.0
+    ring.progressed("a", 0, 15, 1022.0)
+    ring.progressed("b", 0, 10, 1022.0)
+    actions = ring.tick(1031.0)
+    assert notices(actions) == [("left_out", "b")] and "within 30 s" in ring.left_out["b"]
+    [begin] = only(Begin, ring.caught_up("a", 1035.0))
+    assert [m.node for m in begin.members] == ["a", "c"]
+    assert ring.catch_up_took is not None
+    assert ring.catch_up_took.seconds == 34.0 and ring.catch_up_took.cut_off == 1
+
+
+def test_one_that_says_for_ever_that_pieces_arrive_is_left_out_in_the_end() -> None:
+    ring = a_round()
+    all_join(ring, join(committed=5), join(), join())
+    for pieces in range(1, MAX_EXTENSIONS + 1):
+        ring.progressed("a", 0, pieces, float(ring.deadline or 0.0))
+        assert ring.tick(float(ring.deadline or 0.0)) == []
+    ring.progressed("a", 0, 10**6, float(ring.deadline or 0.0))
+    assert notices(ring.tick(float(ring.deadline or 0.0))) == [("left_out", "a")]
+
+
+def test_a_round_in_which_none_is_behind_says_nothing_about_catching_up() -> None:
+    ring = a_round()
+    begun(ring)
+    assert ring.catch_up_took is None
 
 
 def test_one_that_does_not_catch_up_in_time_is_left_out() -> None:

@@ -88,6 +88,7 @@ class _OneMessage:
     peer = "anna"
     label = ""
     dialled = True
+    host = ""
 
     def __init__(self, data: bytes) -> None:
         self._messages: list[bytes | None] = [data, None]

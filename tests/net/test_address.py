@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ravnest.errors import PeerError
 from ravnest.net.address import (
+    is_nearby,
     is_wildcard,
     join_address,
     outward_address,
@@ -86,3 +87,27 @@ def test_this_machine_knows_which_of_its_addresses_leads_where() -> None:
     assert not is_wildcard(outward_address())
     with pytest.raises(PeerError, match="there is no route from this machine to"):
         own_address_towards("no such host", 7700)
+
+
+@pytest.mark.parametrize(
+    ("host", "own", "nearby"),
+    [
+        ("10.1.2.3", (), True),
+        ("192.168.1.5", (), True),
+        ("172.16.0.9", (), True),
+        ("::ffff:192.168.1.5", (), True),
+        ("fe80::2%eth0", (), True),
+        ("fd12::1", (), True),
+        ("127.0.0.1", (), True),
+        ("8.8.4.4", (), False),
+        ("8.8.4.4", ("8.8.4.4",), True),
+        ("2a00:1450:1:2::9", ("2a00:1450:1:2::1",), True),
+        ("2a00:1450:1:3::9", ("2a00:1450:1:2::1",), False),
+        ("train.example.org", ("192.168.1.5",), False),
+    ],
+)
+def test_a_connection_within_a_home_or_an_office_is_told_from_one_that_leaves_it(
+    host: str, own: tuple[str, ...], nearby: bool
+) -> None:
+    found, reason = is_nearby(host, own)
+    assert found == nearby and reason

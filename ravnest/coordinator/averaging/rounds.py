@@ -157,6 +157,7 @@ class Rounds:
         deadlines = self._deadlines
         settings = RoundSettings(
             deadlines.joining.seconds,
+            deadlines.catching_up.seconds,
             deadlines.reducing.seconds,
             self._outlier,
             patience=patience,
@@ -382,7 +383,11 @@ class Rounds:
         seconds = time.monotonic() - self._began
         rings, self._live = list(self._live.values()), {}
         committed = [live for live in rings if live.round.outcome == "committed"]
-        self._deadlines.learn([live.round.join_took for live in rings], [live.round.reduce_took for live in rings])
+        self._deadlines.learn(
+            [live.round.join_took for live in rings],
+            [live.round.catch_up_took for live in rings],
+            [live.round.reduce_took for live in rings],
+        )
         self.complete = all(live.is_complete(self._fed) for live in rings)
         for live in rings:
             for node in live.round.outliers:

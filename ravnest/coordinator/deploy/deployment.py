@@ -313,7 +313,7 @@ class Deployment:
             plan.rings,
             self.id,
             self.prepared.job.averaging.outlier,
-            Deadlines(max(waits), basis.time.reducing_seconds, context.timeouts.rounds),
+            Deadlines(max(waits), basis.time.catch_up_seconds, basis.time.reducing_seconds, context.timeouts.rounds),
             lambda node_id, message: context.spawn(context.tell(node_id, message)),
             context.emit,
             context.notify,

@@ -9,7 +9,10 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from ravnest.net.address import is_nearby, own_addresses
 from ravnest.net.pacing.budget import StateBudget
+from ravnest.net.pacing.foreground import Foreground
+from ravnest.net.pacing.line_rate import MeasuredRate
 from ravnest.net.pacing.state_rate import StateKind
 
 RECEIVER_SHARE: Final = 0.5
@@ -37,21 +40,30 @@ class OwnLine:
 
     def __init__(self, budget: StateBudget, clock: Callable[[], float] = time.monotonic) -> None:
         self.budget = budget
-        self.down_bytes_per_second = 0.0
-        """Rate of the downlink; 0 while it is not known."""
+        self._down = MeasuredRate()
         self._clock = clock
         self._trained_at: float | None = None
+
+    @property
+    def down_bytes_per_second(self) -> float:
+        """Rate of the downlink; 0 while it is not known."""
+        return self._down.bytes_per_second
 
     def measured(self, host: str, up_bytes_per_second: float, down_bytes_per_second: float) -> None:
         """A provider on this host has measured its connection to the coordinator: `up` is towards the coordinator.
 
         The coordinator's line is at least as fast as the fastest connection. Providers on its own machine tell nothing
-        about it.
+        about it, and those on its network only while there are no others.
         """
         if is_own_host(host):
             return
-        self.budget.measured(min(down_bytes_per_second, _MAX_LINE_RATE))
-        self.down_bytes_per_second = max(self.down_bytes_per_second, min(up_bytes_per_second, _MAX_LINE_RATE))
+        nearby, _ = is_nearby(host, own_addresses(host))
+        self.budget.measured(min(down_bytes_per_second, _MAX_LINE_RATE), is_nearby=nearby)
+        self._down.measured(min(up_bytes_per_second, _MAX_LINE_RATE), is_nearby=nearby)
+
+    def foreground(self, host: str) -> Foreground:
+        """The counter of the work that is sent to a provider on this host."""
+        return self.budget.nearby if is_nearby(host, own_addresses(host))[0] else self.budget
 
     def trained(self) -> None:
         """A microbatch has been completed."""

@@ -196,7 +196,8 @@ class Swarm:
         await self._keep_pace(identity, request, seen_host)
         admitted = await asyncio.to_thread(self.admission.join, identity, request.certificate_request, request.name)
         member = Member.of(admitted.node_id, request, seen_host)
-        member.feed.foreground, member.control.link.foreground = self.line.budget, self.line.budget.control
+        member.feed.foreground = self.line.foreground(seen_host)
+        member.control.link.foreground = self.line.budget.control
         if member.node_id in self.members:
             self._server.drop(member.node_id, f"{member.node_id} has joined again, over another connection")
         self.members.put(member)
@@ -308,7 +309,7 @@ class Swarm:
     def _take_measurement(self, member: Member, message: ProviderMessage) -> bool:
         heard = hear(self.members, member, message)
         if message.HasField("measured") and (speed := member.link.speed) is not None:
-            self.line.measured(member.host, speed.up_bytes_per_second, speed.down_bytes_per_second)
+            self.line.measured(member.seen_host or member.host, speed.up_bytes_per_second, speed.down_bytes_per_second)
         self._greet(member)
         return heard
 

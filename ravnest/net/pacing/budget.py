@@ -68,8 +68,10 @@ class StateBudget:
         self._share = 1.0
         self._worked_at = -math.inf
         self._is_lifted = False
-        self.control = ControlTraffic(self)
+        self.control = _Traffic(self, is_work=False)
         """Counts control messages: they are foreground, and are sent whether the machine trains or not."""
+        self.nearby = _Traffic(self, is_nearby=True)
+        """Counts the foreground towards machines on the same network, which does not pass the uplink."""
 
     @classmethod
     def unlimited(cls) -> "StateBudget":
@@ -112,10 +114,10 @@ class StateBudget:
         """A transfer that takes turns. `max_bytes_per_second` protects the line of its receiver; 0: no such limit."""
         return PacedTransfer(self, kind, urgent=urgent, max_bytes_per_second=max_bytes_per_second)
 
-    def measured(self, bytes_per_second: float) -> None:
-        """The uplink was measured on some connection."""
+    def measured(self, bytes_per_second: float, *, is_nearby: bool = False) -> None:
+        """The uplink was measured on some connection; `is_nearby`: to a machine on the same network."""
         with self._lock:
-            self._line.measured(bytes_per_second)
+            self._line.measured(bytes_per_second, is_nearby=is_nearby)
             first = self._first()
         _wake(first)
 
@@ -125,12 +127,14 @@ class StateBudget:
             self._line.limit(bytes_per_second)
 
     def reduce(self, share: float) -> None:
-        """Let state take only this share of its rate, from 0 to 1: the user's data for the month run out."""
+        """Let state take only this share of its rate, from 0 to 1, unless it is lifted: the month's data runs out."""
         with self._lock:
             self._share = min(1.0, max(0.0, share))
 
     def lift(self) -> None:
-        """Let state take all that the foreground leaves from now on: this machine leaves, and hands its state over."""
+        """Let state take all that the foreground leaves from now on: this machine leaves, and hands its state over.
+
+        The data that this takes is kept in reserve, so a reduced share does not hold any more."""
         with self._lock:
             self._is_lifted = True
             first = self._first()
@@ -146,21 +150,22 @@ class StateBudget:
         with self._lock:
             self._queued_bytes += size_bytes
 
-    def written(self, size_bytes: int, *, is_work: bool = True) -> None:
+    def written(self, size_bytes: int, *, is_work: bool = True, is_nearby: bool = False) -> None:
         """A connection has taken these bytes of the foreground; `is_work`: of a stage that trains."""
         with self._lock:
             self._queued_bytes -= size_bytes
-            self._recent.add(size_bytes)
             now, line = self._clock(), self._line.bytes_per_second
             self._worked_at = now if is_work else self._worked_at
-            self._free_at = min(max(now, self._free_at) + size_bytes / line, now + _LONGEST_BACKLOG_SECONDS)
+            if not (is_nearby and self._line.leads_outside):
+                self._recent.add(size_bytes)
+                self._free_at = min(max(now, self._free_at) + size_bytes / line, now + _LONGEST_BACKLOG_SECONDS)
             first = self._first() if self._queued_bytes <= 0 else None
         _wake(first)
 
-    def delivered(self, size_bytes: int, seconds: float) -> None:
+    def delivered(self, size_bytes: int, seconds: float, *, is_nearby: bool = False) -> None:
         """A large frame of the foreground was confirmed after this time: the line is at least so fast."""
         with self._lock:
-            self._line.proved(size_bytes / max(seconds, _MIN_DELIVERY_SECONDS))
+            self._line.proved(size_bytes / max(seconds, _MIN_DELIVERY_SECONDS), is_nearby=is_nearby)
 
     def dropped(self, size_bytes: int) -> None:
         """A connection broke before it took these bytes of the foreground."""
@@ -240,7 +245,7 @@ class StateBudget:
         trains = self._clock() - self._worked_at < IDLE_SECONDS
         has_budget = trains and kind != "round" and not self._is_lifted
         rate, reason = state_rate(line, self._recent.bytes_per_second, self._settings, has_budget=has_budget)
-        if self._share < 1.0:
+        if self._share < 1.0 and not self._is_lifted:
             floor = self._settings.floor_share * line
             return max(floor, rate * self._share), f"{reason}, reduced to {self._share:.0%}"
         return rate, reason
@@ -354,20 +359,23 @@ class PacedTransfer:
         return wait_seconds
 
 
-class ControlTraffic:
-    """Foreground of control messages, for the budget of their process."""
+class _Traffic:
+    """Foreground of some connections, for the budget of their process."""
 
-    def __init__(self, budget: StateBudget) -> None:
+    def __init__(self, budget: StateBudget, *, is_work: bool = True, is_nearby: bool = False) -> None:
         self._budget = budget
+        self._is_work = is_work
+        self._is_nearby = is_nearby
 
     def queued(self, size_bytes: int) -> None:
         self._budget.queued(size_bytes)
 
     def written(self, size_bytes: int) -> None:
-        self._budget.written(size_bytes, is_work=False)
+        self._budget.written(size_bytes, is_work=self._is_work, is_nearby=self._is_nearby)
 
     def delivered(self, size_bytes: int, seconds: float) -> None:
-        self._budget.delivered(size_bytes, seconds)
+        # Control messages go to machines everywhere, and say nothing about one line.
+        self._budget.delivered(size_bytes, seconds, is_nearby=self._is_nearby or not self._is_work)
 
     def dropped(self, size_bytes: int) -> None:
         self._budget.dropped(size_bytes)

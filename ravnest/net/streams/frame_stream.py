@@ -46,6 +46,8 @@ class Link(_End):
         super().__init__(wire, batch=True)
         self.label = wire.label
         """The purpose of the stream as the dialling side gives it: the name of the link that it carries."""
+        self.peer_host = wire.host
+        """The host from which the other end dialled; empty on the dialling side."""
         self._limits = limits
         self._message = b""
         self._offset = 0

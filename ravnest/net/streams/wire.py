@@ -14,6 +14,7 @@ import grpc
 from grpc import aio
 
 from ravnest.errors import PeerError, RefusedError
+from ravnest.net.address import peer_host
 from ravnest.net.streams.grpc_errors import DETAILS_CHARACTERS, broken, peer_error
 
 END: Final = b""
@@ -31,6 +32,8 @@ class Wire(Protocol):
     peer: str
     label: str
     """The purpose of the stream as the dialling side gives it: the name of the link that it carries."""
+    host: str
+    """The host from which the other end dialled; empty on the dialling side."""
     dialled: bool
     """Whether this end dialled. The called end's orderly end is the end of the stream, both ways."""
 
@@ -51,6 +54,7 @@ class CallerWire:
     """The dialling end."""
 
     dialled = True
+    host = ""
 
     def __init__(
         self,
@@ -120,6 +124,7 @@ class CalledWire:
         self.peer = peer
         self.label = label
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.host = peer_host(context.peer())
         self._context = context
 
     async def read(self) -> bytes | None:

@@ -11,7 +11,9 @@ import math
 from ravnest.codecs.codec import Codec, codec_named
 from ravnest.codecs.float32 import Float32Codec
 from ravnest.errors import PeerError, RefusedError
+from ravnest.net.address import is_nearby, own_addresses, split_address
 from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.net.pacing.budget import StateBudget
 from ravnest.net.rpc.client import CoordinatorClient, dial_link
 from ravnest.net.streams.frame_stream import Link
 from ravnest.net.streams.resumable_link import ResumableLink
@@ -57,8 +59,13 @@ class StageLink:
         """Bytes that the codec saved so far."""
         self._node = node
         self._client = client
+        self._budget: StateBudget | None = None
         self._route = ""
         self._tried = False
+
+    def paces(self, budget: StateBudget) -> None:
+        """Count what this link carries as the foreground of this budget."""
+        self._budget = self.link.foreground = budget
 
     async def run(self) -> None:
         """Keep the link connected until it is over; PeerError when the neighbour is gone."""
@@ -77,14 +84,14 @@ class StageLink:
 
     async def accept(self, connection: Link) -> None:
         """The neighbour has dialled: carry the link over its connection until that breaks."""
-        self._route = "direct"
+        self._takes("direct", connection.peer_host)
         await self.link.carry(connection)
 
     async def meet(self) -> None:
         """The neighbour is at the relay: connect there too. After a failure the neighbour retries."""
         with contextlib.suppress(PeerError):
             connection = await self._client.relay(self.name)
-            self._route = "relayed"
+            self._takes("relayed")
             await self.link.carry(connection)
 
     def state(self) -> LinkState:
@@ -113,6 +120,13 @@ class StageLink:
         """End the link at once; the neighbour notices that the connection is gone."""
         self.link.fail(PeerError(f"the link to {self.node_id} was given up on this side"))
 
+    def _takes(self, route: str, host: str = "") -> None:
+        """The next connection takes this route, directly to this host."""
+        self._route = route
+        if self._budget is not None:
+            nearby = bool(host) and is_nearby(host, own_addresses(host))[0]
+            self.link.foreground = self._budget.nearby if nearby else self._budget
+
     async def _dial(self) -> Link:
         unlikely = self._neighbour.dialling == DIALLING_RELAY
         if self._neighbour.address and not (unlikely and self._tried):
@@ -120,10 +134,10 @@ class StageLink:
             self._tried = True
             with contextlib.suppress(PeerError):
                 connection = await self._dial_directly(TRY_SECONDS if unlikely else DIRECT_SECONDS)
-                self._route = "direct"
+                self._takes("direct", split_address(self._neighbour.address)[0])
                 return connection
         connection = await self._client.relay(self.name)
-        self._route = "relayed"
+        self._takes("relayed")
         return connection
 
     async def _dial_directly(self, timeout_seconds: float) -> Link:
@@ -142,7 +156,7 @@ class StageLink:
             if self._route == "relayed" and self.link.connected:
                 with contextlib.suppress(PeerError):
                     connection = await self._dial_directly(TRY_SECONDS)
-                    self._route = "direct"
+                    self._takes("direct", split_address(self._neighbour.address)[0])
                     await self.link.carry(connection)
 
 

@@ -1,12 +1,15 @@
 """Measurements of a provider's connections: to the coordinator when it joins, to other providers when asked."""
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from ravnest import units
 from ravnest.background import cancel_and_wait
 from ravnest.errors import PeerError
+from ravnest.net.address import is_nearby, own_addresses, split_address
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.pacing.budget import StateBudget
 from ravnest.net.pacing.traffic_limit import NO_LIMITS, UserLimits
@@ -44,7 +47,7 @@ class CoordinatorLink:
             return
         self._known = speed
         if self._budget is not None:
-            self._budget.measured(speed.up_bytes_per_second)
+            self._budget.measured(speed.up_bytes_per_second, is_nearby=await is_on_own_network(client.address))
         await control.send(ProviderMessage(measured=Measured(**asdict(speed))))
         if known is None:
             down, up = units.megabits(speed.down_bytes_per_second), units.megabits(speed.up_bytes_per_second)
@@ -59,6 +62,14 @@ def within(speed: LinkSpeed, limits: UserLimits) -> LinkSpeed:
         up_bytes_per_second=min(speed.up_bytes_per_second, limits.upload_bytes_per_second),
         down_bytes_per_second=min(speed.down_bytes_per_second, limits.download_bytes_per_second),
     )
+
+
+async def is_on_own_network(address: str) -> bool:
+    """Whether this address is on a network that this machine is on."""
+    host, port = split_address(address)
+    with contextlib.suppress(OSError):
+        host = str((await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM))[0][4][0])
+    return is_nearby(host, own_addresses(host))[0]
 
 
 class PeerMeasuring:
@@ -106,5 +117,5 @@ class PeerMeasuring:
         except PeerError as failure:
             return PeerMeasured(node=order.node, error=str(failure))
         if self._budget is not None:
-            self._budget.measured(speed.up_bytes_per_second)
+            self._budget.measured(speed.up_bytes_per_second, is_nearby=await is_on_own_network(order.address))
         return PeerMeasured(node=order.node, **asdict(speed))

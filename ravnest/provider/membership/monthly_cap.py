@@ -2,13 +2,15 @@
 
 When the month's data runs out, state is reduced first, because training goes on without it. When the cap is reached,
 the provider hands its stage over and leaves. The data that this takes is kept in reserve. A count that cannot be read
-or written is an error for the user: a cap that is silently ignored would cost money.
+or written is an error for the user: a cap that is silently ignored would cost money. A damaged count is set aside, the
+user is told, and counting begins again: the machine may have lost power while the file was on its way to the disk.
 """
 
 import asyncio
 import fcntl
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,28 +46,57 @@ def state_share(used_bytes: float, cap_bytes: float) -> tuple[float, str]:
 class MonthlyCount:
     """Count of the traffic of a calendar month, in a file that the providers of one user share."""
 
-    def __init__(self, folder: Path, month: Callable[[], str] = lambda: time.strftime("%Y-%m")) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        month: Callable[[], str] = lambda: time.strftime("%Y-%m"),
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`say` prints lines for the user."""
         self._path = folder / "traffic.json"
         self._month = month
+        self._say = say
 
     def add(self, size_bytes: int) -> int:
         """Adds to the count of the current month. Returns the count; RunError when the file cannot be used."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a+", encoding="utf-8") as file:
-                # The lock ends with the file.
-                fcntl.flock(file, fcntl.LOCK_EX)
-                file.seek(0)
-                total = _count_of(file.read(), self._month()) + size_bytes
-                file.seek(0)
-                file.truncate()
-                file.write(json.dumps({"month": self._month(), "bytes": total}))
+            # A file of its own, because the count is replaced. The lock ends with the open file.
+            with self._path.with_suffix(".lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                total = self._read() + size_bytes
+                self._write(json.dumps({"month": self._month(), "bytes": total}))
                 return total
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise RunError(
                 f"cannot count this month's traffic in {self._path}: {error}; check the file, or join without "
                 "--monthly-cap"
             ) from None
+
+    def _read(self) -> int:
+        try:
+            text = self._path.read_bytes()
+        except FileNotFoundError:
+            return 0
+        try:
+            return _count_of(text, self._month())
+        except (ValueError, RecursionError) as error:
+            aside = self._path.with_suffix(".damaged")
+            self._path.replace(aside)
+            self._say(
+                f"the count of this month's traffic in {self._path} was damaged ({error}) and begins again at 0; the "
+                f"old file is {aside}. Lower --monthly-cap if much of this month's data is used"
+            )
+            return 0
+
+    def _write(self, text: str) -> None:
+        """Replaces the count in one step, so that it is whole whenever this process is killed."""
+        written = self._path.with_suffix(".new")
+        with written.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        written.replace(self._path)
 
 
 class MonthlyCap:
@@ -109,10 +140,8 @@ class MonthlyCap:
             await asyncio.sleep(LOOK_SECONDS)
 
 
-def _count_of(text: str, month: str) -> int:
-    """The count in the file for this month; 0 for another month or an empty file."""
-    if not text:
-        return 0
+def _count_of(text: bytes, month: str) -> int:
+    """The count in the file for this month; 0 for another month. ValueError for a damaged file."""
     kept = json.loads(text)
     if not isinstance(kept, dict) or type(kept.get("bytes")) is not int or kept["bytes"] < 0:
         raise ValueError("it is not a count of bytes")

@@ -19,6 +19,11 @@ class Donation:
         self._pieces: list[torch.Tensor] = []
         self._count = 0
 
+    @property
+    def received(self) -> int:
+        """The number of pieces that have come so far."""
+        return len(self._pieces)
+
     def take(self, peer: str, place: RingPlace, data: torch.Tensor) -> bool:
         """Take the next piece; returns whether it was the last. PeerError for a piece that is not the next one, comes
         from another node, or makes the donation too long."""

@@ -106,12 +106,16 @@ class PieceReceiver:
         return awaiting.room(place.hop, place.segment, place.chunk, size_bytes)
 
     def is_wanted(self, place: RingPlace) -> bool:
-        """Whether a piece that waits to be sent is still of use: its attempt goes on. On any thread."""
+        """Whether a piece that waits to be sent is still of use: its attempt goes on, or an owner may still catch up.
+        On any thread."""
         with self._changed:
             joined = self._rings[place.ring].joined
             if self._is_closed or joined is None or joined.round != place.round:
                 return False
-            return place.donation or (joined.attempt is not None and joined.attempt.run.number == place.attempt)
+            if place.donation:
+                # Once an attempt begins, every owner has caught up or is left out.
+                return joined.attempt is None
+            return joined.attempt is not None and joined.attempt.run.number == place.attempt
 
     def is_urgent(self, place: RingPlace) -> bool:
         """Whether a piece belongs to a round for which training stands still, so that it must not be held back. On any

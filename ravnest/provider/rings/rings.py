@@ -160,12 +160,17 @@ class Rings:
             return {}
 
     def progress(self) -> list[tuple[int, int, int, int]]:
-        """Every current attempt as round, ring, number of the attempt, and pieces received."""
-        return [
-            (joined.round, number, joined.attempt.run.number, joined.attempt.run.reduce.progress)
-            for number, owned in self._owned.items()
-            if (joined := owned.joined) is not None and joined.attempt is not None
-        ]
+        """Every current attempt as round, ring, number of the attempt, and pieces received; 0 is the number of a
+        donation that is on its way to this owner."""
+        found = []
+        for number, owned in self._owned.items():
+            if (joined := owned.joined) is None:
+                continue
+            if joined.attempt is not None:
+                found.append((joined.round, number, joined.attempt.run.number, joined.attempt.run.reduce.progress))
+            elif (donation := joined.donation) is not None:
+                found.append((joined.round, number, 0, donation.received))
+        return found
 
     def standings(self) -> list[RingStanding]:
         """The position of this owner in each ring, for a coordinator that did not run the rounds so far."""

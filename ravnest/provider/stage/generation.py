@@ -72,7 +72,7 @@ class Generation:
             if neighbour.node
         ]
         for end in self.links:
-            end.link.foreground = host.transfers.budget
+            end.paces(host.transfers.budget)
         self._awaited = ""
         """Name of the upload that the run waits for, if there is one."""
         self._max_bytes_per_second = 0.0

@@ -38,7 +38,7 @@ class Fed:
             [plan],
             "d",
             None,
-            Deadlines(5.0, 5.0),
+            Deadlines(5.0, 5.0, 5.0),
             lambda node, message: self.told.append((node, message)),
             lambda kind, reason, **rest: self.events.append((kind, reason)),
             self.changed.set,

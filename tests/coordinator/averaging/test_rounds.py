@@ -28,7 +28,7 @@ class Told:
         self.messages: dict[str, list[CoordinatorMessage]] = defaultdict(list)
         self.events: list[tuple[str, dict[str, Any]]] = []
         plan = RingPlan(0, 0, OWNERS, RingTensors())
-        self.rounds = Rounds([plan], "d1", None, Deadlines(5.0, 5.0), self._tell, self._emit, lambda: None)
+        self.rounds = Rounds([plan], "d1", None, Deadlines(5.0, 5.0, 5.0), self._tell, self._emit, lambda: None)
 
     def hear(self, node: str, **body: Any) -> None:
         self.rounds.heard(node, ProviderMessage(**body))

@@ -35,6 +35,20 @@ def test_the_line_is_as_fast_as_the_fastest_connection_to_another_machine() -> N
     assert line.budget.line_bytes_per_second <= 1.25e9, "a provider may say anything"
 
 
+def test_a_machine_next_to_the_coordinator_tells_nothing_about_its_line_to_the_others() -> None:
+    line = OwnLine(StateBudget())
+    line.measured("192.168.1.7", 1e8, 1e8)
+    assert line.budget.line_bytes_per_second == line.down_bytes_per_second == 1e8, "a swarm on one network"
+    line.measured("8.8.4.4", 5e6, 2e6)
+    line.measured("::ffff:192.168.1.8", 1e8, 1e8)
+    assert line.budget.line_bytes_per_second == 2e6 and line.down_bytes_per_second == 5e6
+    line.foreground("192.168.1.7").delivered(10**7, 0.1)
+    line.budget.control.delivered(10**7, 0.1)
+    assert line.budget.line_bytes_per_second == 2e6
+    line.foreground("8.8.4.4").delivered(10**6, 0.1)
+    assert line.budget.line_bytes_per_second == 1e7
+
+
 def test_senders_to_one_receiver_share_its_line() -> None:
     assert receiver_limit(None, 3) == receiver_limit(0.0, 3) == 0.0
     assert receiver_limit(8e6, 1) == 4e6 and receiver_limit(8e6, 4) == 1e6

@@ -156,6 +156,25 @@ def test_a_month_that_runs_out_reduces_state() -> None:
     assert "reduced to 20%" in line.budget.rate()[1]
 
 
+def test_the_foreground_on_the_same_network_takes_nothing_of_a_line_that_leads_outside() -> None:
+    line = Line()
+    traffic = line.budget.nearby
+    traffic.queued(int(10 * HOME))
+    traffic.written(int(10 * HOME))
+    traffic.delivered(int(10 * HOME), 0.1)
+    assert line.budget.line_bytes_per_second == HOME
+    assert line.budget.rate("replica")[0] == pytest.approx(0.15 * HOME), "it trains"
+    assert line.send(60.0, "replica")["replica"] / 60.0 > 0.14 * HOME
+
+
+def test_a_machine_that_leaves_at_its_monthly_cap_hands_its_state_over_in_time() -> None:
+    line = Line()
+    line.budget.reduce(0.0)
+    line.budget.lift()
+    assert line.send(60.0, "replica")["replica"] / 60.0 > 0.8 * HOME
+    assert "reduced" not in line.budget.rate()[1]
+
+
 def test_what_is_urgent_and_a_budget_without_limits_wait_for_nothing() -> None:
     async def test() -> None:
         line = Line()

@@ -34,6 +34,18 @@ def test_a_piece_occupies_a_line_for_a_moment_and_is_never_tiny_or_huge() -> Non
     assert piece_bytes(1e9) == DEFAULT_SETTINGS.max_piece_bytes
 
 
+def test_a_connection_on_the_same_network_does_not_raise_the_rate_of_a_line_that_leads_outside() -> None:
+    line = UplinkRate()
+    line.measured(100 * HOME, is_nearby=True)
+    line.proved(120 * HOME, is_nearby=True)
+    assert line.bytes_per_second == 120 * HOME, "all machines are on one network"
+    line.measured(HOME)
+    line.measured(100 * HOME, is_nearby=True)
+    assert line.bytes_per_second == HOME and line.reason == "measured"
+    line.proved(1.2 * HOME)
+    assert line.bytes_per_second == 1.2 * HOME and "seen on its links" in line.reason
+
+
 def test_a_line_is_what_was_measured_or_else_what_transfers_show() -> None:
     line = UplinkRate()
     assert line.bytes_per_second == FIRST_RATE and "assumed" in line.reason

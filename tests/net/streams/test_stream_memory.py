@@ -14,6 +14,7 @@ class _Wire:
     peer = "other"
     label = ""
     dialled = True
+    host = ""
 
     def __init__(self) -> None:
         self.arriving: asyncio.Queue[bytes] = asyncio.Queue()

@@ -47,12 +47,33 @@ def test_two_providers_of_one_user_share_the_count(tmp_path: Path) -> None:
     assert one.update()[1].startswith("85 B of 100 B"), "bytes count once"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"month": "2026-11", "bytes": -1}', '{"bytes": "many"}'])
-def test_a_count_that_cannot_be_read_is_an_error_and_no_reason_to_start_at_zero(tmp_path: Path, text: str) -> None:
-    (tmp_path / "traffic.json").write_text(text)
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"month": "2026-11", "bytes": -1}', b'{"bytes": "many"}']
+)
+def test_a_damaged_count_is_told_and_begins_again(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "traffic.json").write_bytes(data)
+    said: list[str] = []
+    count = MonthlyCount(tmp_path, say=said.append)
+    assert (count.add(1), count.add(2)) == (1, 3)
+    [line] = said
+    assert "was damaged" in line and "begins again at 0" in line
+    assert (tmp_path / "traffic.damaged").read_bytes() == data
+
+
+def test_a_count_that_cannot_be_read_or_written_is_an_error_and_no_reason_to_start_at_zero(tmp_path: Path) -> None:
+    (tmp_path / "traffic.json").mkdir()
     with pytest.raises(RunError, match=r"cannot count this month's traffic in .*traffic.json"):
         MonthlyCount(tmp_path).add(1)
-    assert (tmp_path / "traffic.json").read_text() == text
+
+
+def test_a_count_that_could_not_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    count = MonthlyCount(tmp_path)
+    count.add(5)
+    (tmp_path / "traffic.new").mkdir()
+    with pytest.raises(RunError, match="cannot count"):
+        count.add(7)
+    (tmp_path / "traffic.new").rmdir()
+    assert count.add(1) == 6
 
 
 def test_a_provider_does_not_join_in_a_month_whose_data_is_used_up(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ class AveragedSwarm(JoinedRings):
         self.keep_back: Callable[[str, CoordinatorMessage], bool] = lambda node_id, message: False
         """Selects the orders that the owners do not receive."""
         self.kept: list[tuple[str, CoordinatorMessage]] = []
-        self.deadlines = Deadlines(5.0, 5.0)
+        self.deadlines = Deadlines(5.0, 5.0, 5.0)
         self._over = asyncio.Event()
         self._held: list[tuple[str, CoordinatorMessage]] | None = None
         self._outlier = outlier

@@ -271,6 +271,28 @@ def test_an_owner_that_was_left_out_catches_up_and_keeps_what_it_learned() -> No
     run(test())
 
 
+def test_a_donation_reports_its_pieces_and_ends_when_an_attempt_begins_without_its_receiver() -> None:
+    async def test() -> None:
+        async with joined(3) as swarm:
+            a, b, c = swarm.owners.values()
+            await learn(swarm, 2, 1, 3)
+            joins = await join([a, b, c])
+            c.obey(ring_catch_up=RingCatchUp(deployment=DEPLOYMENT, round=1, ring=0, committed=0, node=A, donate=False))
+            piece = RingPlace(1, 0, chunk=0, donation=True)
+            # The receiver blocks until it has been told to expect the donation.
+            await asyncio.to_thread(c.rings.receiver.take, A, GENERATION, piece, torch.zeros(8, dtype=torch.uint8))
+            assert c.rings.progress() == [(1, 0, 0, 1)]
+            assert a.rings.receiver.is_wanted(piece), "the receiver may still catch up"
+            abort(c)
+            two = {name: each for name, each in joins.items() if name != C}
+            for owner in (a, b):
+                begin(two)(owner)
+            await reduced([a, b])
+            assert not a.rings.receiver.is_wanted(piece), "the attempt needs the line"
+
+    run(test())
+
+
 def test_a_donation_that_does_not_fit_or_was_not_ordered_is_refused_and_blamed() -> None:
     async def test() -> None:
         async with joined() as swarm:

@@ -70,6 +70,7 @@ class Feed:
 
 class Wire(Pipe):
     label = ""
+    peer_host = ""
 
 
 class Machine:
