@@ -24,7 +24,6 @@ from ravnest.coordinator.health.lease import (
     judge,
     late_by,
 )
-from ravnest.coordinator.health.other_work import is_other_work
 from ravnest.coordinator.health.provider_health import ProviderHealth
 from ravnest.coordinator.health.stalls import (
     DEFAULT_TIMEOUTS,
@@ -146,9 +145,14 @@ class Watchdog:
         health.report = report
         counts, now = (report.forwards, report.backwards, report.updates), time.monotonic()
         if counts != health.counts:
-            health.counts, health.moved_at, health.counted_at = counts, now, now
-        elif is_other_work(faults, report.page_faults, now - health.counted_at)[0]:
-            health.moved_at = now
+            health.counts, health.moved_at = counts, now
+            return
+        # Only a cluster with work in flight can stall, and only that time has to be excused.
+        since = next((pace.since for nodes, pace in self._paces.items() if node_id in nodes), None)
+        if since is not None:
+            still_seconds = now - max(health.moved_at, since)
+            if health.other_work.is_work(report.page_faults - faults, still_seconds, now)[0]:
+                health.moved_at = now
 
     def give_up(self, node_id: str, reason: str) -> None:
         """Drops a provider that is heard and works, because the others are better off without it."""
