@@ -5,8 +5,6 @@ senders may send state to one receiver; each then gets its share of the receiver
 """
 
 import ipaddress
-import time
-from collections.abc import Callable
 from typing import Final
 
 from ravnest.net.pacing.budget import StateBudget
@@ -15,8 +13,6 @@ from ravnest.net.pacing.state_rate import StateKind
 RECEIVER_SHARE: Final = 0.5
 """Largest share of a receiver's line that all senders of state together may take: activations and gradients arrive on
 the same line."""
-TRAINS_SECONDS: Final = 30.0
-"""A run trains if a microbatch was completed within this time."""
 _MAX_LINE_RATE: Final = 1.25e9
 """Rate of the fastest line that is believed, in bytes per second."""
 
@@ -35,12 +31,10 @@ def receiver_limit(line_bytes_per_second: float | None, senders: int) -> float:
 class OwnLine:
     """The coordinator's line, learned from the measurements of its providers. Used on the network's loop."""
 
-    def __init__(self, budget: StateBudget, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, budget: StateBudget) -> None:
         self.budget = budget
         self.down_bytes_per_second = 0.0
         """Rate of the downlink; 0 while it is not known."""
-        self._clock = clock
-        self._trained_at: float | None = None
 
     def measured(self, host: str, up_bytes_per_second: float, down_bytes_per_second: float) -> None:
         """A provider on this host has measured its connection to the coordinator: `up` is towards the coordinator.
@@ -52,15 +46,6 @@ class OwnLine:
             return
         self.budget.measured(min(down_bytes_per_second, _MAX_LINE_RATE))
         self.down_bytes_per_second = max(self.down_bytes_per_second, min(up_bytes_per_second, _MAX_LINE_RATE))
-
-    def trained(self) -> None:
-        """A microbatch has been completed."""
-        self._trained_at = self._clock()
-
-    @property
-    def trains(self) -> bool:
-        """Whether the run trains at present, so that artifacts have to yield."""
-        return self._trained_at is not None and self._clock() - self._trained_at < TRAINS_SECONDS
 
 
 def is_own_host(host: str) -> bool:
