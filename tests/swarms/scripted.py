@@ -129,6 +129,8 @@ class Provider:
     def __init__(self, swarm: "SimulatedSwarm", node_id: str) -> None:
         self.swarm = swarm
         self.node_id = node_id
+        self.uploading: set[str] = set()
+        """The parts that it uploads, by the name of the upload."""
         self.parts: dict[tuple[str, int], State] = {}
         self.holder = ""
         self.held: Held | None = None
@@ -303,7 +305,13 @@ class Provider:
         if state is None:
             self.say(failed=Failed(deployment=order.key, kind="part", message="there is none here", microbatch=-1))
             return
-        await self._upload(order.name, state)
+        if order.name in self.uploading:
+            return
+        self.uploading.add(order.name)
+        try:
+            await self._upload(order.name, state)
+        finally:
+            self.uploading.discard(order.name)
 
     async def _save(self, checkpoint: int) -> None:
         if self.held is not None:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ravnest.coordinator.checkpoints.part_check import BadPartError
@@ -41,7 +41,10 @@ class _Collection:
     number: int
     wanted: dict[int, PartRequest]
     """By stage, the missing parts. The first node of each is being asked; nodes that failed are removed."""
-    urgent: bool
+    is_urgent: Callable[[], bool]
+    """Whether training waits for the parts now."""
+    urgent: bool = False
+    """Whether the providers know that."""
     info: CheckpointInfo | None = None
     heard_at: dict[int, float] = field(default_factory=dict)
     """By stage, when a provider was asked for the part, or when the last bytes of it arrived."""
@@ -59,11 +62,12 @@ class PartUploads:
         self._current: _Collection | None = None
 
     async def collect(
-        self, saver: Saver, number: int, wanted: Mapping[int, PartRequest], *, urgent: bool = False
+        self, saver: Saver, number: int, wanted: Mapping[int, PartRequest], is_urgent: Callable[[], bool]
     ) -> CheckpointInfo | None:
         """Collects these parts, by stage, for the saver's pending checkpoint of this number. None when a part cannot be
-        obtained, or the saver gives the checkpoint up."""
-        current = self._current = _Collection(saver, number, dict(wanted), urgent)
+        obtained, or the saver gives the checkpoint up. `is_urgent` tells whether training waits for them; when that
+        begins later, the providers are told, and the context is notified."""
+        current = self._current = _Collection(saver, number, dict(wanted), is_urgent, is_urgent())
         current.heard_at = dict.fromkeys(wanted, time.monotonic())
         try:
             for stage in wanted:
@@ -126,9 +130,12 @@ class PartUploads:
             current.heard_at[stage] = time.monotonic()
 
     async def _ask(self, current: _Collection, stage: int) -> None:
+        current.heard_at[stage] = time.monotonic()
+        await self._order(current, stage)
+
+    async def _order(self, current: _Collection, stage: int) -> None:
         wanted = current.wanted.get(stage)
         if wanted is not None and wanted.nodes:
-            current.heard_at[stage] = time.monotonic()
             name = f"part-{current.number}-{stage}"
             order = UploadPart(key=wanted.key, replica=current.number, name=name, urgent=current.urgent)
             line = self._context.swarm.line.down_bytes_per_second
@@ -150,9 +157,19 @@ class PartUploads:
             heard = min((current.heard_at[stage] for stage in current.wanted), default=time.monotonic())
             async with asyncio.timeout(max(0.0, heard + silence_seconds - time.monotonic())):
                 await self._context.until(
-                    lambda: current.info is not None or not current.is_possible or bool(self._gone(current))
+                    lambda: (
+                        current.info is not None
+                        or not current.is_possible
+                        or bool(self._gone(current))
+                        or (current.is_urgent() and not current.urgent)
+                    )
                 )
         if current.info is not None or not current.is_possible:
+            return
+        if current.is_urgent() and not current.urgent:
+            current.urgent = True
+            for stage in list(current.wanted):
+                await self._order(current, stage)
             return
         late = self._gone(current)
         if not late:

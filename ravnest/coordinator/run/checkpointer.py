@@ -333,7 +333,7 @@ class Checkpointer:
                 choice = found
                 if not self._begin(choice.number, choice.place, choice):
                     return
-            info = await collector.collect(cluster, saver, choice.number, urgent=self._is_held)
+            info = await collector.collect(cluster, saver, choice.number, lambda: self._is_held)
             if info is not None:
                 self._on_complete(info)
                 return

@@ -17,6 +17,7 @@ from torch import Tensor
 from ravnest.background import BackgroundTasks, in_thread
 from ravnest.errors import PeerError, RefusedError, error_text
 from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.net.pacing.budget import PacedTransfer
 from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.streams.frame_stream import Link
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Deploy, Failed, Give, ProviderMessage, UploadPart
@@ -62,6 +63,8 @@ class ReplicaService:
         self._holder = ReplicaHolder(files, self._links, artifacts, say)
         self._fetcher = PartFetcher(files, self._links, say)
         self._tasks = BackgroundTasks()
+        self._uploads: dict[tuple[str, int, str], PacedTransfer] = {}
+        """The uploads of parts that are under way, by key, replica and name."""
         self._handlers: Mapping[str, Callable[[CoordinatorMessage], None]] = {
             "replicate": self._replicate,
             "hold": self._hold,
@@ -151,12 +154,21 @@ class ReplicaService:
             await link.close()
 
     async def _upload_part(self, order: UploadPart) -> None:
+        upload_id = order.key, order.replica, order.name
+        if (running := self._uploads.get(upload_id)) is not None:
+            # Training has come to wait for it.
+            if order.urgent:
+                running.hurry()
+            return
         part = self._files.find(order.key, order.replica)
-        with self._transfers.sending("part", order.name, part.size_bytes) as sending:
-            transfer = self._transfers.budget.transfer(
-                "part", urgent=order.urgent, max_bytes_per_second=order.max_bytes_per_second
-            )
-            await upload(self._client, order.name, lambda: sending.counted(_chunks(part)), transfer)
+        transfer = self._uploads[upload_id] = self._transfers.budget.transfer(
+            "part", urgent=order.urgent, max_bytes_per_second=order.max_bytes_per_second
+        )
+        try:
+            with self._transfers.sending("part", order.name, part.size_bytes) as sending:
+                await upload(self._client, order.name, lambda: sending.counted(_chunks(part)), transfer)
+        finally:
+            del self._uploads[upload_id]
 
     def _spawn(self, key: str, work: Coroutine[Any, Any, None]) -> None:
         if len(self._tasks) >= _MAX_TASKS:
