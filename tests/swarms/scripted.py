@@ -303,7 +303,10 @@ class Provider:
     async def _upload_part(self, order: UploadPart) -> None:
         state = self.parts.get((order.key, order.replica))
         if state is None:
-            self.say(failed=Failed(deployment=order.key, kind="part", message="there is none here", microbatch=-1))
+            failed = Failed(
+                deployment=order.key, kind="part", message="there is none here", microbatch=-1, replica=order.replica
+            )
+            self.say(failed=failed)
             return
         if order.name in self.uploading:
             return

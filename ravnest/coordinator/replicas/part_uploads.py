@@ -94,7 +94,7 @@ class PartUploads:
             info = await current.saver.part(current.number, stage, heard, wanted.hashes.get(node_id, ""))
         except BadPartError as error:
             self._context.emit("upload_refused", f"{node_id} uploaded a bad part: {error}", provider=node_id)
-            self.on_part_unavailable(node_id, wanted.key)
+            self.on_part_unavailable(node_id, wanted.key, current.number)
             raise
         except RunError as error:
             self._context.fail(error)
@@ -106,15 +106,17 @@ class PartUploads:
             current.info = info
         self._context.notify()
 
-    def is_asked(self, node_id: str, key: str) -> bool:
+    def is_asked(self, node_id: str, key: str, replica: int) -> bool:
         """Whether this part is being asked of this provider."""
-        wanted = () if self._current is None else self._current.wanted.values()
+        current = self._current
+        wanted = () if current is None or current.number != replica else current.wanted.values()
         return any(part.key == key and part.nodes[:1] == (node_id,) for part in wanted)
 
-    def on_part_unavailable(self, node_id: str, key: str) -> None:
-        """A provider reports that it does not have this part, or has sent a bad one."""
+    def on_part_unavailable(self, node_id: str, key: str, replica: int) -> None:
+        """A provider reports that it does not have this part, or has sent a bad one. It may be late, and speak of the
+        replica of an earlier collection."""
         current = self._current
-        if current is None:
+        if current is None or current.number != replica:
             return
         for stage, wanted in list(current.wanted.items()):
             if wanted.key == key and wanted.nodes[:1] == (node_id,):

@@ -38,7 +38,7 @@ class ReplicaService:
     """Carries out the commands about replicas, on the network's loop. The files outlive the session.
 
     A failure of the own stage's part is told as Replicated, any other one as Failed of the kind "part", whose
-    deployment is the key of the stage.
+    deployment is the key of the stage, with the number of the replica.
     """
 
     def __init__(
@@ -132,10 +132,12 @@ class ReplicaService:
 
     def _give(self, message: CoordinatorMessage) -> None:
         # The link is added at once, so that the receiver may dial from now on.
-        self._spawn(message.give.key, self._send(message.give, self._links.add(message.give.to)))
+        order = message.give
+        self._spawn(order.key, self._send(order, self._links.add(order.to)), order.replica)
 
     def _upload(self, message: CoordinatorMessage) -> None:
-        self._spawn(message.upload_part.key, self._upload_part(message.upload_part))
+        order = message.upload_part
+        self._spawn(order.key, self._upload_part(order), order.replica)
 
     async def _send(self, order: Give, link: PartLink) -> None:
         try:
@@ -170,17 +172,17 @@ class ReplicaService:
         finally:
             del self._uploads[upload_id]
 
-    def _spawn(self, key: str, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, key: str, work: Coroutine[Any, Any, None], replica: int = 0) -> None:
         if len(self._tasks) >= _MAX_TASKS:
             work.close()
             raise PeerError(f"the coordinator wants more than {_MAX_TASKS} commands about parts carried out at once")
-        self._tasks.spawn(self._told(key, work))
+        self._tasks.spawn(self._told(key, work, replica))
 
-    async def _told(self, key: str, work: Awaitable[None]) -> None:
+    async def _told(self, key: str, work: Awaitable[None], replica: int) -> None:
         try:
             await work
         except Exception as error:
-            await self._failed(key, error)
+            await self._failed(key, error, replica)
 
     def _try(self, key: str, command: Callable[[], None]) -> None:
         try:
@@ -188,8 +190,8 @@ class ReplicaService:
         except PeerError as error:
             self._spawn(key, self._failed(key, error))
 
-    async def _failed(self, key: str, error: Exception) -> None:
-        failed = Failed(deployment=key, kind="part", message=error_text(error), microbatch=-1)
+    async def _failed(self, key: str, error: Exception, replica: int = 0) -> None:
+        failed = Failed(deployment=key, kind="part", message=error_text(error), microbatch=-1, replica=replica)
         with contextlib.suppress(PeerError):
             await self._tell(ProviderMessage(failed=failed))
 

@@ -500,7 +500,8 @@ def test_a_part_is_uploaded_as_it_is_and_a_missing_one_is_said_to_be(tmp_path: P
             for replica, name, says in ((5, "replica-5", "there is no part"), (4, "unwanted", "it was not asked for")):
                 holder.obey(upload_part=UploadPart(key=KEY, replica=replica, name=name))
                 failed = await holder.hears()
-                assert isinstance(failed, Failed) and (failed.kind, failed.deployment) == ("part", KEY)
+                assert isinstance(failed, Failed)
+                assert (failed.kind, failed.deployment, failed.replica) == ("part", KEY, replica)
                 assert says in failed.message
 
     run(test())
