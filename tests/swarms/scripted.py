@@ -129,6 +129,8 @@ class Provider:
     def __init__(self, swarm: "SimulatedSwarm", node_id: str) -> None:
         self.swarm = swarm
         self.node_id = node_id
+        self.uploading: set[str] = set()
+        """The parts that it uploads, by the name of the upload."""
         self.parts: dict[tuple[str, int], State] = {}
         self.holder = ""
         self.held: Held | None = None
@@ -301,9 +303,18 @@ class Provider:
     async def _upload_part(self, order: UploadPart) -> None:
         state = self.parts.get((order.key, order.replica))
         if state is None:
-            self.say(failed=Failed(deployment=order.key, kind="part", message="there is none here", microbatch=-1))
+            failed = Failed(
+                deployment=order.key, kind="part", message="there is none here", microbatch=-1, replica=order.replica
+            )
+            self.say(failed=failed)
             return
-        await self._upload(order.name, state)
+        if order.name in self.uploading:
+            return
+        self.uploading.add(order.name)
+        try:
+            await self._upload(order.name, state)
+        finally:
+            self.uploading.discard(order.name)
 
     async def _save(self, checkpoint: int) -> None:
         if self.held is not None:

@@ -1,9 +1,10 @@
 """State of the failure detector for one provider, from when a run begins to watch it until its session ends."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ravnest.coordinator.health.lease import Lease, State
+from ravnest.coordinator.health.other_work import OtherWork
 from ravnest.coordinator.swarm.members import Members
 from ravnest.net.v1.control_pb2 import Report
 
@@ -24,8 +25,8 @@ class ProviderHealth:
     """The task that dials the provider's address to find that out."""
     counts: tuple[int, ...] = ()
     """Forwards, backwards and updates of the last report."""
-    counted_at: float = 0.0
-    """When these last grew, on the clock `time.monotonic`."""
+    other_work: OtherWork = field(default_factory=OtherWork)
+    """The time that page faults have excused."""
     report: Report | None = None
     claim: str = ""
     """The upload of its state that the provider reports, and how much of it has arrived; empty without one."""

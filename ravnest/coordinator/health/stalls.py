@@ -16,6 +16,8 @@ _LINK_FACTOR: Final = 1.5
 """Factor of the timeout for a link, which moves to the relay by itself a few seconds after its connection has died."""
 _LINE_FACTOR: Final = 2.0
 """Factor of the time that a slow line needs for the frames on it: other traffic shares it. A slow line is no fault."""
+MAX_LINE_SECONDS: Final = 120.0
+"""Longest time on a line that counts: the rates and the bytes are what providers say."""
 _FADING: Final = 0.95
 _ORDER: Final[tuple[Replacement, ...]] = ("standby", "reform", "none")
 
@@ -127,7 +129,7 @@ def judge_stall(
     if by == "none":
         return None
     limit = max(timeouts.seconds(by), _MIN_GAPS * longest_seconds) * (_LINK_FACTOR if cause.heals else 1.0)
-    limit += _LINE_FACTOR * cause.line_seconds
+    limit += _LINE_FACTOR * min(cause.line_seconds, MAX_LINE_SECONDS)
     if still < limit / 2:
         return None
     helps = "a standby is ready" if by == "standby" else "the others can go on without it"

@@ -24,7 +24,6 @@ from ravnest.coordinator.health.lease import (
     judge,
     late_by,
 )
-from ravnest.coordinator.health.other_work import is_other_work
 from ravnest.coordinator.health.provider_health import ProviderHealth
 from ravnest.coordinator.health.stalls import (
     DEFAULT_TIMEOUTS,
@@ -34,8 +33,9 @@ from ravnest.coordinator.health.stalls import (
     judge_stall,
     longest_after,
 )
-from ravnest.coordinator.health.uploads import describe_claim, last_progress_at
+from ravnest.coordinator.health.uploads import describe_claim, last_progress_at, urgent_rate
 from ravnest.coordinator.swarm.members import Member
+from ravnest.coordinator.swarm.own_line import receiver_limit
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.errors import RefusedError
 from ravnest.net.address import split_address
@@ -84,8 +84,8 @@ class Watchdog:
     - A suspicion is one event `suspected`, and the end of it is one event `reconnected`.
     - A lost provider is handed to `on_lost`, and its session ends: whatever it still sends is refused, and the provider
       joins again once it learns of that.
-    - Bytes of an upload are signs of life, and a stage whose upload makes progress is busy. So is one that loads or
-      swaps, for a while (other_work.py).
+    - Bytes of an upload are signs of life, and a stage that waits for its upload of the pending checkpoint is busy
+      while that makes progress. So is one that loads or swaps, for a while (other_work.py).
     - When no provider at all is heard, or the watchdog itself was stopped, none is lost: all of them get time to
       reconnect.
     """
@@ -100,10 +100,12 @@ class Watchdog:
         on_lost: Callable[[str, str, float], None],
         clusters: Callable[[], Iterable[Sequence[str]]] = tuple,
         stall_timeouts: StallTimeouts = DEFAULT_TIMEOUTS,
+        awaited_upload: Callable[[], str] = str,
     ) -> None:
         """`blocks` tells whether other providers wait for this one, and `replacement` what could replace it.
 
         `clusters` gives the providers of every cluster with something in flight, each in the order of its stages.
+        `awaited_upload` gives the name of the upload that a stage may wait for; empty without one.
         `on_lost(node_id, reason, detect_seconds)` is called for a provider that was not heard for this long.
         """
         self._swarm = swarm
@@ -113,6 +115,7 @@ class Watchdog:
         self._on_lost = on_lost
         self._clusters = clusters
         self._stall_timeouts = stall_timeouts
+        self._awaited_upload = awaited_upload
         self._paces: dict[tuple[str, ...], _ClusterPace] = {}
         self._due = 0.0
 
@@ -142,9 +145,14 @@ class Watchdog:
         health.report = report
         counts, now = (report.forwards, report.backwards, report.updates), time.monotonic()
         if counts != health.counts:
-            health.counts, health.moved_at, health.counted_at = counts, now, now
-        elif is_other_work(faults, report.page_faults, now - health.counted_at)[0]:
-            health.moved_at = now
+            health.counts, health.moved_at = counts, now
+            return
+        # Only a cluster with work in flight can stall, and only that time has to be excused.
+        since = next((pace.since for nodes, pace in self._paces.items() if node_id in nodes), None)
+        if since is not None:
+            still_seconds = now - max(health.moved_at, since)
+            if health.other_work.is_work(report.page_faults - faults, still_seconds, now)[0]:
+                health.moved_at = now
 
     def give_up(self, node_id: str, reason: str) -> None:
         """Drops a provider that is heard and works, because the others are better off without it."""
@@ -200,8 +208,11 @@ class Watchdog:
         health.claim = ""
         if health.report is None or health.report.activity.kind != "save":
             return
-        rate = self._swarm.members.line_rate(member.node_id) or 0.0
-        health.moved_at = max(health.moved_at, last_progress_at(member.uploads, rate, now) or 0.0)
+        members, name = self._swarm.members, self._awaited_upload()
+        senders = sum(other.uploads.named(name) is not None for other in members.connected())
+        receiver_rate = receiver_limit(self._swarm.line.down_bytes_per_second, senders)
+        rate = urgent_rate(members.line_rate(member.node_id) or 0.0, receiver_rate)
+        health.moved_at = max(health.moved_at, last_progress_at(member.uploads, name, rate, now) or 0.0)
         claims = [claim for claim in health.report.transfers if claim.kind == "checkpoint"]
         if claims:
             health.claim = describe_claim(claims[0], member.uploads, rate, now)

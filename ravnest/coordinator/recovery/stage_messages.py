@@ -86,15 +86,15 @@ class StageMessages:
 
     def _on_failed(self, node_id: str, body: Failed) -> None:
         """A stage has failed, or a provider cannot upload a part of a replica: then the field `deployment` is the key
-        of the part."""
+        of the part, and `replica` the number of its replica."""
         if body.kind != "part":
             if self._is_of_a_stage(node_id, body):
                 self._upkeep.failures.failed(node_id, body)
             return
-        is_asked = self._uploads.is_asked(node_id, body.deployment)
+        is_asked = self._uploads.is_asked(node_id, body.deployment, body.replica)
         if is_asked and self._context.members.records[node_id].events.take(time.monotonic()):
             self._context.emit("part_missing", printable(body.message), provider=node_id)
-        self._uploads.on_part_unavailable(node_id, body.deployment)
+        self._uploads.on_part_unavailable(node_id, body.deployment, body.replica)
 
     def _on_ready(self, node_id: str, body: Ready) -> None:
         self._current.now.delivery.on_ready(node_id, body)

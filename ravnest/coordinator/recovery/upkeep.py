@@ -40,6 +40,7 @@ class Upkeep:
             emit=context.emit,
             on_lost=self._on_lost,
             clusters=replacements.busy_clusters,
+            awaited_upload=lambda: run.checkpointer.upload_name,
         )
         self.slow_stages = SlowStageReplacement(self.standbys, run.limits, self.watchdog)
         self.checkpoint_watch = CheckpointWatch(

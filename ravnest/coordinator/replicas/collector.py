@@ -94,16 +94,18 @@ class ReplicaCollector:
                     await self._context.until(lambda: is_over() or found() is not None or is_idle())
         return None
 
-    async def collect(self, cluster: ClusterRun, saver: Saver, number: int, *, urgent: bool) -> CheckpointInfo | None:
+    async def collect(
+        self, cluster: ClusterRun, saver: Saver, number: int, is_urgent: Callable[[], bool]
+    ) -> CheckpointInfo | None:
         replica = self._holders.replicas.newest(cluster)
         if replica is None or replica.number != number:
             return None
         wanted, reason = self._requests(cluster, replica)
         what = f"the replica after {replica.place.updates} updates is collected: {reason}"
-        self._context.emit("collecting", what, replica=number, updates=replica.place.updates, urgent=urgent)
+        self._context.emit("collecting", what, replica=number, updates=replica.place.updates, urgent=is_urgent())
         self._holders.pin(cluster, number)
         try:
-            return await self._uploads.collect(saver, number, wanted, urgent=urgent)
+            return await self._uploads.collect(saver, number, wanted, is_urgent)
         finally:
             self._holders.unpin(cluster)
 

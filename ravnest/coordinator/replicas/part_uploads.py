@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ravnest.coordinator.checkpoints.part_check import BadPartError
@@ -41,7 +41,10 @@ class _Collection:
     number: int
     wanted: dict[int, PartRequest]
     """By stage, the missing parts. The first node of each is being asked; nodes that failed are removed."""
-    urgent: bool
+    is_urgent: Callable[[], bool]
+    """Whether training waits for the parts now."""
+    urgent: bool = False
+    """Whether the providers know that."""
     info: CheckpointInfo | None = None
     heard_at: dict[int, float] = field(default_factory=dict)
     """By stage, when a provider was asked for the part, or when the last bytes of it arrived."""
@@ -59,11 +62,12 @@ class PartUploads:
         self._current: _Collection | None = None
 
     async def collect(
-        self, saver: Saver, number: int, wanted: Mapping[int, PartRequest], *, urgent: bool = False
+        self, saver: Saver, number: int, wanted: Mapping[int, PartRequest], is_urgent: Callable[[], bool]
     ) -> CheckpointInfo | None:
         """Collects these parts, by stage, for the saver's pending checkpoint of this number. None when a part cannot be
-        obtained, or the saver gives the checkpoint up."""
-        current = self._current = _Collection(saver, number, dict(wanted), urgent)
+        obtained, or the saver gives the checkpoint up. `is_urgent` tells whether training waits for them; when that
+        begins later, the providers are told, and the context is notified."""
+        current = self._current = _Collection(saver, number, dict(wanted), is_urgent, is_urgent())
         current.heard_at = dict.fromkeys(wanted, time.monotonic())
         try:
             for stage in wanted:
@@ -90,7 +94,7 @@ class PartUploads:
             info = await current.saver.part(current.number, stage, heard, wanted.hashes.get(node_id, ""))
         except BadPartError as error:
             self._context.emit("upload_refused", f"{node_id} uploaded a bad part: {error}", provider=node_id)
-            self.on_part_unavailable(node_id, wanted.key)
+            self.on_part_unavailable(node_id, wanted.key, current.number)
             raise
         except RunError as error:
             self._context.fail(error)
@@ -102,15 +106,17 @@ class PartUploads:
             current.info = info
         self._context.notify()
 
-    def is_asked(self, node_id: str, key: str) -> bool:
+    def is_asked(self, node_id: str, key: str, replica: int) -> bool:
         """Whether this part is being asked of this provider."""
-        wanted = () if self._current is None else self._current.wanted.values()
+        current = self._current
+        wanted = () if current is None or current.number != replica else current.wanted.values()
         return any(part.key == key and part.nodes[:1] == (node_id,) for part in wanted)
 
-    def on_part_unavailable(self, node_id: str, key: str) -> None:
-        """A provider reports that it does not have this part, or has sent a bad one."""
+    def on_part_unavailable(self, node_id: str, key: str, replica: int) -> None:
+        """A provider reports that it does not have this part, or has sent a bad one. It may be late, and speak of the
+        replica of an earlier collection."""
         current = self._current
-        if current is None:
+        if current is None or current.number != replica:
             return
         for stage, wanted in list(current.wanted.items()):
             if wanted.key == key and wanted.nodes[:1] == (node_id,):
@@ -126,9 +132,12 @@ class PartUploads:
             current.heard_at[stage] = time.monotonic()
 
     async def _ask(self, current: _Collection, stage: int) -> None:
+        current.heard_at[stage] = time.monotonic()
+        await self._order(current, stage)
+
+    async def _order(self, current: _Collection, stage: int) -> None:
         wanted = current.wanted.get(stage)
         if wanted is not None and wanted.nodes:
-            current.heard_at[stage] = time.monotonic()
             name = f"part-{current.number}-{stage}"
             order = UploadPart(key=wanted.key, replica=current.number, name=name, urgent=current.urgent)
             line = self._context.swarm.line.down_bytes_per_second
@@ -150,9 +159,19 @@ class PartUploads:
             heard = min((current.heard_at[stage] for stage in current.wanted), default=time.monotonic())
             async with asyncio.timeout(max(0.0, heard + silence_seconds - time.monotonic())):
                 await self._context.until(
-                    lambda: current.info is not None or not current.is_possible or bool(self._gone(current))
+                    lambda: (
+                        current.info is not None
+                        or not current.is_possible
+                        or bool(self._gone(current))
+                        or (current.is_urgent() and not current.urgent)
+                    )
                 )
         if current.info is not None or not current.is_possible:
+            return
+        if current.is_urgent() and not current.urgent:
+            current.urgent = True
+            for stage in list(current.wanted):
+                await self._order(current, stage)
             return
         late = self._gone(current)
         if not late:

@@ -116,6 +116,12 @@ class Checkpointer:
         return Awaited(f"checkpoint-{self._last_number}", asked_at, nodes)
 
     @property
+    def upload_name(self) -> str:
+        """Name under which the stages upload the pending checkpoint; empty if they do not."""
+        is_uploaded = self._saver.pending == self._last_number and not self._is_collecting
+        return f"checkpoint-{self._last_number}" if is_uploaded else ""
+
+    @property
     def under_way(self) -> bool:
         return self._saver.under_way or self.is_expected
 
@@ -327,7 +333,7 @@ class Checkpointer:
                 choice = found
                 if not self._begin(choice.number, choice.place, choice):
                     return
-            info = await collector.collect(cluster, saver, choice.number, urgent=self._is_held)
+            info = await collector.collect(cluster, saver, choice.number, lambda: self._is_held)
             if info is not None:
                 self._on_complete(info)
                 return

@@ -47,6 +47,8 @@ class Collector(Protocol):
         `collected_updates` whose number is not in `failed`. None once `is_over`, or when no replica is pending and
         `is_stuck`, because no microbatch comes that could announce another."""
 
-    async def collect(self, cluster: ClusterRun, saver: Saver, number: int, *, urgent: bool) -> CheckpointInfo | None:
+    async def collect(
+        self, cluster: ClusterRun, saver: Saver, number: int, is_urgent: Callable[[], bool]
+    ) -> CheckpointInfo | None:
         """Collects the parts of this complete replica for the saver's pending checkpoint of the same number. None when
-        a part cannot be obtained, or the checkpoint was given up."""
+        a part cannot be obtained, or the checkpoint was given up. `is_urgent`: whether training waits for it."""

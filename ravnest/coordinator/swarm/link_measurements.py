@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ravnest import units
 from ravnest.errors import PeerError, printable
+from ravnest.net.pacing.traffic_limit import MIN_RATE
 from ravnest.net.probe.measuring import REPORT_SECONDS, LinkSpeed
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Measured, MeasurePeer, PeerMeasured, ProviderMessage
 
@@ -82,9 +83,11 @@ class PairAnswers:
 def hear(members: "Members", member: "Member", message: ProviderMessage) -> bool:
     """Takes a message with measurements; whether it was one."""
     if message.HasField("measured"):
-        member.link.speed = link_of(message.measured)
-        error = printable(message.measured.error[:_ERROR_CHARACTERS]) or "it gave no figures"
-        member.link.error = "" if member.link.speed else error
+        # A provider measures once per session. A later figure could turn a link that stands still into a slow one.
+        if member.link.speed is None and not member.link.error:
+            member.link.speed = link_of(message.measured)
+            error = printable(message.measured.error[:_ERROR_CHARACTERS]) or "it gave no figures"
+            member.link.error = "" if member.link.speed else error
     elif message.HasField("speed"):
         member.machine.change_share(message.speed)
     elif message.HasField("peer_measured"):
@@ -96,11 +99,15 @@ def hear(members: "Members", member: "Member", message: ProviderMessage) -> bool
 
 
 def link_of(answer: "Measured | PeerMeasured") -> LinkSpeed | None:
-    """The speed in a provider's result; None for impossible figures."""
+    """The speed in a provider's result; None for impossible figures.
+
+    No rate is lower than the smallest limit that a user may set: timeouts grow with the time that a line needs.
+    """
     figures = answer.round_trip_seconds, answer.up_bytes_per_second, answer.down_bytes_per_second
     if answer.error or not all(map(positive, figures)):
         return None
-    return LinkSpeed(*figures)
+    round_trip_seconds, up, down = figures
+    return LinkSpeed(round_trip_seconds, max(MIN_RATE, up), max(MIN_RATE, down))
 
 
 def positive(figure: float) -> float:

@@ -5,8 +5,6 @@ senders may send state to one receiver; each then gets its share of the receiver
 """
 
 import ipaddress
-import time
-from collections.abc import Callable
 from typing import Final
 
 from ravnest.net.address import is_nearby, own_addresses
@@ -18,8 +16,6 @@ from ravnest.net.pacing.state_rate import StateKind
 RECEIVER_SHARE: Final = 0.5
 """Largest share of a receiver's line that all senders of state together may take: activations and gradients arrive on
 the same line."""
-TRAINS_SECONDS: Final = 30.0
-"""A run trains if a microbatch was completed within this time."""
 _MAX_LINE_RATE: Final = 1.25e9
 """Rate of the fastest line that is believed, in bytes per second."""
 
@@ -38,11 +34,9 @@ def receiver_limit(line_bytes_per_second: float | None, senders: int) -> float:
 class OwnLine:
     """The coordinator's line, learned from the measurements of its providers. Used on the network's loop."""
 
-    def __init__(self, budget: StateBudget, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, budget: StateBudget) -> None:
         self.budget = budget
         self._down = MeasuredRate()
-        self._clock = clock
-        self._trained_at: float | None = None
 
     @property
     def down_bytes_per_second(self) -> float:
@@ -64,15 +58,6 @@ class OwnLine:
     def foreground(self, host: str) -> Foreground:
         """The counter of the work that is sent to a provider on this host."""
         return self.budget.nearby if is_nearby(host, own_addresses(host))[0] else self.budget
-
-    def trained(self) -> None:
-        """A microbatch has been completed."""
-        self._trained_at = self._clock()
-
-    @property
-    def trains(self) -> bool:
-        """Whether the run trains at present, so that artifacts have to yield."""
-        return self._trained_at is not None and self._clock() - self._trained_at < TRAINS_SECONDS
 
 
 def is_own_host(host: str) -> bool:

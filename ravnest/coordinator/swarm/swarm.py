@@ -33,7 +33,7 @@ from ravnest.net.door.budgets import origin_of
 from ravnest.net.door.doorkeeper import TurnedAway
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.identity.identity import Identity
-from ravnest.net.pacing.budget import PacedTransfer, StateBudget
+from ravnest.net.pacing.budget import StateBudget
 from ravnest.net.pacing.state_rate import StateKind
 from ravnest.net.probe.reverse_dial import NONCE_BYTES, dial_back
 from ravnest.net.rpc.server import CoordinatorServer
@@ -332,8 +332,6 @@ class Swarm:
                 allowed, reason = may_return(node_id, order, frame)
                 if not allowed:
                     raise RefusedError(reason)
-                if frame.kind is FrameKind.DONE:
-                    self.line.trained()
                 if self.events is not None:
                     self.events.returned(node_id, frame)
             # A provider that leaves announces it on its control link, and then both are over.
@@ -374,27 +372,29 @@ class Swarm:
             raise RefusedError(f"there is no artifact {artifact!r} for {node_id} here")
         if offset > found.size_bytes:
             raise RefusedError(f"the artifact {artifact!r} has {found.size_bytes} bytes and no byte {offset}")
-        transfer = self._artifact_transfer(member, artifact)
+        speed = member.link.speed
+        transfer = self.line.budget.transfer(
+            "artifact",
+            urgent=_is_awaited(member, artifact),
+            max_bytes_per_second=receiver_limit(None if speed is None else speed.down_bytes_per_second, 1),
+        )
         for chunk in found.open(offset):
             async for piece in transfer.pieces(chunk):
                 yield piece
-
-    def _artifact_transfer(self, member: Member, artifact: str) -> PacedTransfer:
-        """How an artifact is sent: at once if a cluster stands still until it is there, otherwise in the background."""
-        order, speed = member.order, member.link.speed
-        is_awaited = order is not None and not member.reports and artifact in (order.graph.id, order.weights.id)
-        takes_over = order is not None and bool(order.part_key or order.donors)
-        return self.line.budget.transfer(
-            "artifact",
-            urgent=is_awaited and (takes_over or not self.line.trains),
-            max_bytes_per_second=receiver_limit(None if speed is None else speed.down_bytes_per_second, 1),
-        )
+                if _is_awaited(member, artifact):
+                    transfer.hurry()
 
     async def upload(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         if self.events is None:
             raise RefusedError("there is no run to upload to")
         with self.members[node_id].uploads.track(name) as upload:
             await self.events.uploaded(node_id, name, upload.counted(chunks))
+
+
+def _is_awaited(member: Member, artifact: str) -> bool:
+    """Whether a cluster stands still until the provider has the artifact. A standby fetches those of a `Hold` ahead."""
+    order = member.order
+    return order is not None and not member.reports and artifact in (order.graph.id, order.weights.id, order.sources.id)
 
 
 def may_return(node_id: str, order: Deploy | None, frame: Frame) -> tuple[bool, str]:

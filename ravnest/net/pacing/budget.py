@@ -278,6 +278,10 @@ class PacedTransfer:
         self._max_bytes_per_second = max_bytes_per_second if usable else math.inf
         self._due_at = budget.now
 
+    def hurry(self) -> None:
+        """The rest is urgent: a cluster stands still until it is there. Any thread may call this."""
+        self._urgent = True
+
     @property
     def piece_bytes(self) -> int:
         """Size in which to send, see StateBudget.piece_bytes."""

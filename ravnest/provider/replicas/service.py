@@ -17,6 +17,7 @@ from torch import Tensor
 from ravnest.background import BackgroundTasks, in_thread
 from ravnest.errors import PeerError, RefusedError, error_text
 from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.net.pacing.budget import PacedTransfer
 from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.streams.frame_stream import Link
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Deploy, Failed, Give, ProviderMessage, UploadPart
@@ -37,7 +38,7 @@ class ReplicaService:
     """Carries out the commands about replicas, on the network's loop. The files outlive the session.
 
     A failure of the own stage's part is told as Replicated, any other one as Failed of the kind "part", whose
-    deployment is the key of the stage.
+    deployment is the key of the stage, with the number of the replica.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class ReplicaService:
         self._holder = ReplicaHolder(files, self._links, artifacts, say)
         self._fetcher = PartFetcher(files, self._links, say)
         self._tasks = BackgroundTasks()
+        self._uploads: dict[tuple[str, int, str], PacedTransfer] = {}
+        """The uploads of parts that are under way, by key, replica and name."""
         self._handlers: Mapping[str, Callable[[CoordinatorMessage], None]] = {
             "replicate": self._replicate,
             "hold": self._hold,
@@ -129,10 +132,12 @@ class ReplicaService:
 
     def _give(self, message: CoordinatorMessage) -> None:
         # The link is added at once, so that the receiver may dial from now on.
-        self._spawn(message.give.key, self._send(message.give, self._links.add(message.give.to)))
+        order = message.give
+        self._spawn(order.key, self._send(order, self._links.add(order.to)), order.replica)
 
     def _upload(self, message: CoordinatorMessage) -> None:
-        self._spawn(message.upload_part.key, self._upload_part(message.upload_part))
+        order = message.upload_part
+        self._spawn(order.key, self._upload_part(order), order.replica)
 
     async def _send(self, order: Give, link: PartLink) -> None:
         try:
@@ -151,24 +156,33 @@ class ReplicaService:
             await link.close()
 
     async def _upload_part(self, order: UploadPart) -> None:
+        upload_id = order.key, order.replica, order.name
+        if (running := self._uploads.get(upload_id)) is not None:
+            # Training has come to wait for it.
+            if order.urgent:
+                running.hurry()
+            return
         part = self._files.find(order.key, order.replica)
-        with self._transfers.sending("part", order.name, part.size_bytes) as sending:
-            transfer = self._transfers.budget.transfer(
-                "part", urgent=order.urgent, max_bytes_per_second=order.max_bytes_per_second
-            )
-            await upload(self._client, order.name, lambda: sending.counted(_chunks(part)), transfer)
+        transfer = self._uploads[upload_id] = self._transfers.budget.transfer(
+            "part", urgent=order.urgent, max_bytes_per_second=order.max_bytes_per_second
+        )
+        try:
+            with self._transfers.sending("part", order.name, part.size_bytes) as sending:
+                await upload(self._client, order.name, lambda: sending.counted(_chunks(part)), transfer)
+        finally:
+            del self._uploads[upload_id]
 
-    def _spawn(self, key: str, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, key: str, work: Coroutine[Any, Any, None], replica: int = 0) -> None:
         if len(self._tasks) >= _MAX_TASKS:
             work.close()
             raise PeerError(f"the coordinator wants more than {_MAX_TASKS} commands about parts carried out at once")
-        self._tasks.spawn(self._told(key, work))
+        self._tasks.spawn(self._told(key, work, replica))
 
-    async def _told(self, key: str, work: Awaitable[None]) -> None:
+    async def _told(self, key: str, work: Awaitable[None], replica: int) -> None:
         try:
             await work
         except Exception as error:
-            await self._failed(key, error)
+            await self._failed(key, error, replica)
 
     def _try(self, key: str, command: Callable[[], None]) -> None:
         try:
@@ -176,8 +190,8 @@ class ReplicaService:
         except PeerError as error:
             self._spawn(key, self._failed(key, error))
 
-    async def _failed(self, key: str, error: Exception) -> None:
-        failed = Failed(deployment=key, kind="part", message=error_text(error), microbatch=-1)
+    async def _failed(self, key: str, error: Exception, replica: int = 0) -> None:
+        failed = Failed(deployment=key, kind="part", message=error_text(error), microbatch=-1, replica=replica)
         with contextlib.suppress(PeerError):
             await self._tell(ProviderMessage(failed=failed))
 

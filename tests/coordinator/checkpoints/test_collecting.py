@@ -9,7 +9,7 @@ import pytest
 from ravnest import Pipeline
 from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.coordinator.run.timeouts import Timeouts
-from ravnest.net.v1.control_pb2 import CoordinatorMessage
+from ravnest.net.v1.control_pb2 import CoordinatorMessage, Failed, UploadPart
 from tests.e2e.jobs import a_job, every_updates
 from tests.swarms.scripted import TIMEOUTS, Play, Provider, Run
 
@@ -28,6 +28,24 @@ def told(run: Run) -> dict[str, list[str]]:
             found[kind].append(node_id)
 
     run.swarm.on_tell = note
+    return found
+
+
+def asked_for_parts(
+    run: Run, names: str, obeys: Callable[[UploadPart], bool] = lambda order: True
+) -> dict[str, list[bool]]:
+    """From now on, by the name of each part that these providers are asked for, whether each order was urgent. They
+    carry out those for which `obeys` is true."""
+    found: dict[str, list[bool]] = {}
+
+    def note(message: CoordinatorMessage) -> bool:
+        if not message.HasField("upload_part"):
+            return True
+        found.setdefault(message.upload_part.name, []).append(message.upload_part.urgent)
+        return obeys(message.upload_part)
+
+    for name in names:
+        run.swarm.providers[name].obeys = note
     return found
 
 
@@ -61,10 +79,13 @@ def test_a_checkpoint_is_collected_from_replicas_and_no_stage_is_told_to_save(
 ) -> None:
     async def scene(run: Run) -> None:
         await deployed(run, "abc", 3)
-        asked = told(run)
+        asked, parts = told(run), asked_for_parts(run, "abc")
         await run.feed(35)
         await run.until(lambda: len(saved(run)) >= 3)
-        assert asked["save"] == [] and len(asked["upload_part"]) == 3 * len(run.events("collecting"))
+        # A collection may have just begun.
+        await run.until(lambda: len(parts) == 3 * len(run.events("collecting")))
+        assert asked["save"] == []
+        assert all(orders in ([False], [True], [False, True]) for orders in parts.values())
         assert all(before < after <= before + 10 for before, after in zip([0, *saved(run)], saved(run), strict=False))
         await run.train(38)
         run.check(38)
@@ -117,6 +138,44 @@ def test_a_provider_that_sends_nothing_is_passed_over_and_keeps_its_stage(play: 
         run.check(36)
 
     play(scene, of=often_saved, timeouts=timeouts)
+
+
+def test_parts_that_training_has_come_to_wait_for_are_asked_for_urgently(play: Play, often_saved: PreparedJob) -> None:
+    async def scene(run: Run) -> None:
+        await deployed(run, "ab", 2)
+        asked = asked_for_parts(run, "a", obeys=lambda order: order.urgent)
+        # Its line is so slow that in the background nothing arrives.
+        await run.feed(45)
+        await run.until(lambda: len(saved(run)) >= 2)
+        await run.train(46)
+        run.check(46)
+        assert [False, True] in asked.values() and run.events("part_missing") == []
+
+    play(scene, of=often_saved)
+
+
+def test_a_late_refusal_of_an_earlier_part_does_not_cost_a_provider_the_new_one(
+    play: Play, often_saved: PreparedJob
+) -> None:
+    async def scene(run: Run) -> None:
+        await deployed(run, "ab", 2)
+        refusing = run.swarm.providers["a"]
+        keys: list[str] = []
+
+        def refuse(order: UploadPart) -> bool:
+            keys.append(order.key)
+            late = Failed(deployment=order.key, kind="part", message="late", microbatch=-1, replica=order.replica - 1)
+            refusing.say(failed=late)
+            return True
+
+        asked_for_parts(run, "a", refuse)
+        await run.feed(35)
+        await run.until(lambda: len(saved(run)) >= 3)
+        assert keys and run.events("part_missing") == []
+        await run.train(36)
+        run.check(36)
+
+    play(scene, of=often_saved)
 
 
 def test_a_part_that_is_not_what_its_owner_recorded_does_not_become_a_checkpoint(

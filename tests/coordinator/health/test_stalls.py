@@ -64,6 +64,19 @@ def test_a_link_over_which_nothing_passes_is_to_blame_though_it_is_connected() -
     assert cause.nodes == ("a", "b") and cause.reason == "nothing passes between a and b"
 
 
+def test_a_slow_line_gets_more_time_and_no_line_is_so_slow_that_it_gets_any_time() -> None:
+    for seconds, still, is_over in (
+        (40.0, 60.0, False),
+        (40.0, 130.0, True),
+        (1e15, 200.0, False),
+        (1e15, 400.0, True),
+    ):
+        link = LinkView("b", connected=True, unconfirmed=1, line_seconds=seconds)
+        stages = [StageView("a", still, 0, (link,)), StageView("b", still)]
+        stall = judge_stall(stages, 1.0, always("reform"))
+        assert (stall is not None and stall.is_over) == is_over, (seconds, still)
+
+
 def test_where_nobody_has_anything_to_do_nobody_is_to_blame() -> None:
     assert find_cause(cluster()).nodes == ()
     assert judge_stall(cluster(), 1.0, always("standby")) is None

@@ -7,10 +7,12 @@ import pytest
 
 from ravnest.coordinator.health.uploads import (
     MIN_SHARE,
+    URGENT_SHARE,
     describe_claim,
     fills_its_line,
     is_progressing,
     last_progress_at,
+    urgent_rate,
 )
 from ravnest.coordinator.recovery.membership_changes import leave_seconds
 from ravnest.coordinator.replicas.pace import MIN_TIMEOUT_SECONDS, replica_timeout_seconds
@@ -52,6 +54,15 @@ def test_state_that_trickles_is_no_work_though_some_of_it_always_comes() -> None
     )
 
 
+def test_an_upload_that_a_stage_waits_for_has_the_line_for_itself() -> None:
+    slow = UploadProgress(int(0.05 * HOME * 200), 200.0, 0.1)
+    assert is_progressing(slow, HOME)[0], "a part that is collected in the background may take its time"
+    assert not is_progressing(slow, HOME, URGENT_SHARE)[0]
+    # Eight of them share the coordinator's line.
+    assert urgent_rate(HOME, HOME / 16) == HOME / 16 and urgent_rate(HOME, 0.0) == HOME and urgent_rate(0.0, 0.0) == 0.0
+    assert is_progressing(slow, urgent_rate(HOME, HOME / 16), URGENT_SHARE)[0]
+
+
 def test_how_long_a_provider_can_claim_to_send_is_bounded_by_what_its_state_can_be() -> None:
     most = STATE / (MIN_SHARE * HOME) + 60.0
     assert not is_progressing(UploadProgress(STATE, most, 0.1), HOME)[0]
@@ -75,7 +86,7 @@ def test_uploads_are_counted_as_they_come_and_only_they_are_believed(monkeypatch
 
     async def test() -> None:
         nonlocal now
-        assert last_progress_at(uploads, HOME, now) is None
+        assert last_progress_at(uploads, "checkpoint-5", HOME, now) is None
         assert describe_claim(claim, uploads, HOME, now) == (
             "has been sending its state for 24 s (checkpoint-5), and nothing has arrived"
         )
@@ -83,14 +94,15 @@ def test_uploads_are_counted_as_they_come_and_only_they_are_believed(monkeypatch
             count = 0
             async for data in upload.counted(chunks()):
                 count += len(data)
-                assert uploads.heard_at == now and last_progress_at(uploads, HOME, now) == now
+                assert uploads.heard_at == now and last_progress_at(uploads, "checkpoint-5", HOME, now) == now
+                assert last_progress_at(uploads, "checkpoint-6", HOME, now) is None, "no stage waits for that one"
                 if count == 2_000_000:
                     break
             # A disk that is slow is the coordinator's own affair; a line over which nothing comes is not.
             assert upload.is_writing
             upload.is_writing = False
             now += 40.0
-            assert last_progress_at(uploads, HOME, now) is None
+            assert last_progress_at(uploads, "checkpoint-5", HOME, now) is None
             assert "2 MB of 63 MB have arrived, nothing has arrived for 40 s" in describe_claim(
                 claim, uploads, HOME, now
             )

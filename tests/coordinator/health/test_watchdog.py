@@ -259,7 +259,7 @@ def test_a_stage_whose_state_comes_over_a_thin_line_is_at_work_and_one_that_only
             anna = await swarm.provider("anna", replacement="standby")
             swarm.connected.swarm.members["anna"].link.speed = LinkSpeed(0.01, rate, rate)
             line = CoordinatorClient(f"127.0.0.1:{port}", anna.node.tls_keys(), "anna")
-            swarm.clusters = [("anna",)]
+            swarm.clusters, swarm.awaited_upload = [("anna",)], "checkpoint-7"
             swarm.watch.reported("anna", a_save(0, size))
             began = time.monotonic()
             uploading = asyncio.create_task(line.upload("checkpoint-7", chunks()))
@@ -278,6 +278,38 @@ def test_a_stage_whose_state_comes_over_a_thin_line_is_at_work_and_one_that_only
             assert at - began < 4 * still
             assert "anna has been sending its state for" in reason and "and nothing has arrived" in reason
             await line.close()
+
+    run(test())
+
+
+def test_an_upload_that_no_stage_waits_for_does_not_excuse_one_that_does_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        async with watched(StallTimeouts(standby_seconds=1.0, first_task_seconds=0.0)) as swarm:
+            over = asyncio.Event()
+
+            async def chunks() -> AsyncIterator[bytes]:
+                while not over.is_set():
+                    yield bytes(1 << 16)
+                    await asyncio.sleep(0.05)
+
+            async def take(node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
+                async for _ in chunks:
+                    pass
+
+            monkeypatch.setattr(swarm.connected.recorded, "uploaded", take)
+            anna = await swarm.provider("anna", replacement="standby")
+            swarm.clusters, swarm.awaited_upload = [("anna",)], "checkpoint-7"
+            uploading = asyncio.create_task(anna.client.upload("part-7-0", chunks()))
+            member = swarm.connected.swarm.members["anna"]
+            await swarm.until(lambda: member.uploads.named("part-7-0") is not None)
+            swarm.watch.reported("anna", a_save(1, 2))
+            await swarm.until(lambda: bool(swarm.lost))
+            assert "the cluster has stood still for" in swarm.lost["anna"][0]
+            over.set()
+            uploading.cancel()
+            await asyncio.gather(uploading, return_exceptions=True)
 
     run(test())
 

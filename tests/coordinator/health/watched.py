@@ -25,6 +25,7 @@ class Watched:
         self.blocking: set[str] = set()
         self.replacements: dict[str, Replacement] = {}
         self.clusters: list[tuple[str, ...]] = []
+        self.awaited_upload = ""
         self.watch = Watchdog(
             swarm.swarm,
             blocks=lambda node_id: node_id in self.blocking,
@@ -33,6 +34,7 @@ class Watched:
             on_lost=self._on_lost,
             clusters=lambda: self.clusters,
             stall_timeouts=stall_timeouts,
+            awaited_upload=lambda: self.awaited_upload,
         )
         self._running = asyncio.create_task(self.watch.run())
 

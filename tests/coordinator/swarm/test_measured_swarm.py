@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from ravnest.coordinator.swarm.link_measurements import describe, figures, link_of, measure_pairs
+from ravnest.coordinator.swarm.link_measurements import describe, figures, hear, link_of, measure_pairs
 from ravnest.coordinator.swarm.members import LentMachine, Member
 from ravnest.coordinator.swarm.membership_log import announce
 from ravnest.coordinator.swarm.reachability import Reach
 from ravnest.engine.speed.device_speed import Speed
 from ravnest.errors import PeerError
 from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.net.pacing.traffic_limit import MIN_RATE
 from ravnest.net.probe.measuring import LinkSpeed
 from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.rpc.server import ProviderServer
@@ -115,7 +116,7 @@ def test_a_provider_counts_once_its_connection_is_known_and_is_then_announced() 
 def test_a_provider_that_comes_back_tells_what_it_knows_without_measuring() -> None:
     async def test() -> None:
         async with connected_swarm() as swarm, joined(swarm, NodeIdentity.new()) as stay:
-            known, lines = LinkSpeed(0.5, 1e3, 2e3), list[str]()
+            known, lines = LinkSpeed(0.5, 1e4, 2e4), list[str]()
             measured = iter([known])
 
             async def measure() -> LinkSpeed:
@@ -125,7 +126,7 @@ def test_a_provider_that_comes_back_tells_what_it_knows_without_measuring() -> N
             link = CoordinatorLink(lines.append)
             for _ in range(2):
                 await link.report(client, stay.control)
-            assert lines == ["connection to the coordinator: 500 ms, 0.016 Mbit/s down, 0.008 Mbit/s up"]
+            assert lines == ["connection to the coordinator: 500 ms, 0.16 Mbit/s down, 0.08 Mbit/s up"]
             member = swarm.swarm.members["anna"]
             await swarm.swarm.members.changes.until(lambda: member.link.speed is not None)
             assert member.link.speed == known
@@ -156,6 +157,28 @@ def test_a_provider_that_cannot_measure_takes_part_all_the_same() -> None:
 )
 def test_figures_that_cannot_be_are_none(answer: Measured | PeerMeasured) -> None:
     assert link_of(answer) is None
+
+
+def test_a_line_is_never_slower_than_the_smallest_limit() -> None:
+    answer = Measured(round_trip_seconds=0.1, up_bytes_per_second=1e-6, down_bytes_per_second=1.0)
+    assert link_of(answer) == LinkSpeed(0.1, MIN_RATE, MIN_RATE)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [Measured(round_trip_seconds=0.1, up_bytes_per_second=1e6, down_bytes_per_second=1e6), Measured(error="no")],
+)
+def test_a_second_measurement_of_a_session_does_not_count(first: Measured) -> None:
+    async def test() -> None:
+        async with connected_swarm() as swarm, joined(swarm, NodeIdentity.new()):
+            member, members = swarm.swarm.members["anna"], swarm.swarm.members
+            second = Measured(round_trip_seconds=9.0, up_bytes_per_second=2e4, down_bytes_per_second=2e4)
+            assert hear(members, member, ProviderMessage(measured=first))
+            before = (member.link.speed, member.link.error)
+            assert hear(members, member, ProviderMessage(measured=second))
+            assert (member.link.speed, member.link.error) == before != (None, "")
+
+    run(test())
 
 
 def test_providers_measure_the_way_to_one_another_when_asked() -> None:

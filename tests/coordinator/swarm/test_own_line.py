@@ -6,6 +6,7 @@ from ravnest.coordinator.swarm.artifacts import Artifact
 from ravnest.coordinator.swarm.own_line import OwnLine, receiver_limit
 from ravnest.net.pacing.budget import PacedTransfer, StateBudget
 from ravnest.net.pacing.state_rate import StateKind
+from ravnest.net.probe.measuring import LinkSpeed
 from ravnest.net.v1.control_pb2 import ArtifactRef, CoordinatorMessage, Deploy, Hold
 from tests.net.secure_ends import run
 from tests.swarms.connected import connected_swarm
@@ -54,17 +55,7 @@ def test_senders_to_one_receiver_share_its_line() -> None:
     assert receiver_limit(8e6, 1) == 4e6 and receiver_limit(8e6, 4) == 1e6
 
 
-def test_a_run_trains_while_microbatches_are_completed() -> None:
-    now = 0.0
-    line = OwnLine(StateBudget(), lambda: now)
-    assert not line.trains
-    line.trained()
-    assert line.trains
-    now = 31.0
-    assert not line.trains
-
-
-def test_an_artifact_is_urgent_while_a_cluster_stands_still_for_it_and_not_while_others_train() -> None:
+def test_an_artifact_is_urgent_while_a_cluster_stands_still_for_it_whether_others_train_or_not() -> None:
     async def test() -> None:
         async with connected_swarm() as made:
             swarm = made.swarm
@@ -83,13 +74,33 @@ def test_an_artifact_is_urgent_while_a_cluster_stands_still_for_it_and_not_while
             await swarm.tell("anna", CoordinatorMessage(hold=hold))
             assert await fetch("stage")
             assert not await fetch("held"), "a standby fetches ahead"
-            swarm.line.trained()
-            assert not await fetch("stage"), "other clusters train"
-            takes_over = Deploy(deployment="d", stages=2, graph=ArtifactRef(id="stage"), part_key="k")
-            await swarm.tell("anna", CoordinatorMessage(deploy=takes_over))
-            assert await fetch("stage"), "its cluster waits for it"
+            rebuilt = Deploy(deployment="d", stages=2, graph=ArtifactRef(id="graph"), weights=ArtifactRef(id="stage"))
+            await swarm.tell("anna", CoordinatorMessage(deploy=rebuilt))
+            assert await fetch("stage"), "its cluster waits for weights of the checkpoint"
             swarm.members["anna"].reports = True
             assert not await fetch("stage")
+
+    run(test())
+
+
+def test_an_artifact_that_a_standby_fetches_is_hurried_once_its_cluster_waits_for_it() -> None:
+    async def test() -> None:
+        async with connected_swarm() as made:
+            swarm = made.swarm
+            budget = Noted()
+            swarm.line = OwnLine(budget)
+            swarm.artifacts["held"] = Artifact("held", "", 50_000, lambda offset: iter([bytes(50_000 - offset)]))
+            await made.provider("anna")
+            member = swarm.members["anna"]
+            member.link.speed = LinkSpeed(0.01, 1e5, 1e5)
+            await swarm.tell("anna", CoordinatorMessage(hold=Hold(key="k", weights=ArtifactRef(id="held"))))
+            sizes = []
+            async for piece in swarm.fetch("anna", "held", 0):
+                sizes.append(len(piece))
+                if len(sizes) == 1:
+                    member.order, member.reports = Deploy(weights=ArtifactRef(id="held")), False
+            assert budget.urgent == [False]
+            assert len(sizes) == 2 and sizes[0] < 5000, "the rest travels in large pieces"
 
     run(test())
 

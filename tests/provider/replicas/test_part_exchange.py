@@ -4,6 +4,7 @@ suffers."""
 import asyncio
 import hashlib
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -499,7 +500,8 @@ def test_a_part_is_uploaded_as_it_is_and_a_missing_one_is_said_to_be(tmp_path: P
             for replica, name, says in ((5, "replica-5", "there is no part"), (4, "unwanted", "it was not asked for")):
                 holder.obey(upload_part=UploadPart(key=KEY, replica=replica, name=name))
                 failed = await holder.hears()
-                assert isinstance(failed, Failed) and (failed.kind, failed.deployment) == ("part", KEY)
+                assert isinstance(failed, Failed)
+                assert (failed.kind, failed.deployment, failed.replica) == ("part", KEY, replica)
                 assert says in failed.message
 
     run(test())
@@ -762,6 +764,39 @@ def test_an_order_says_what_is_urgent_and_what_the_receiver_can_take(tmp_path: P
                 ("part", True, 0.0),
                 ("part", False, 0.0),
             ]
+
+    run(test())
+
+
+def test_an_upload_that_training_comes_to_wait_for_is_hurried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with keepers(tmp_path, "owner", "holder") as (owner, holder):
+            pair(owner, holder)
+            owner.keep(4, a_state(500_000))
+            await owner.hears()
+            owner.budget.asked.clear()
+            owner.budget.turns.clear()
+            begun, hurried, uploads = asyncio.Event(), asyncio.Event(), list[int]()
+
+            async def take(name: str, chunks: AsyncIterator[bytes]) -> None:
+                size = 0
+                async for piece in chunks:
+                    size += len(piece)
+                    begun.set()
+                    await hurried.wait()
+                uploads.append(size)
+
+            monkeypatch.setattr(owner.coordinator, "upload", take)
+            order = UploadPart(key=KEY, replica=4, name="a", max_bytes_per_second=1e6)
+            owner.obey(upload_part=order)
+            await begun.wait()
+            order.urgent = True
+            owner.obey(upload_part=order)
+            await asyncio.sleep(0)
+            hurried.set()
+            await until(lambda: bool(uploads))
+            assert uploads == [len(content(owner, 4))], "it goes on, and no second one begins"
+            assert owner.budget.asked == [("part", False, 1e6)] and owner.budget.turns == [25_000]
 
     run(test())
 
