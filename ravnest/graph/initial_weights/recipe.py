@@ -74,16 +74,19 @@ class Recipe:
             if len(self.data) != dtype.itemsize:
                 raise GraphError(f"a constant of {len(self.data)} bytes is no value of {dtype}")
             value = torch.frombuffer(bytearray(self.data), dtype=torch.uint8)
-            return value.repeat(math.prod(shape)).view(dtype).view(shape)
+            try:
+                return value.repeat(math.prod(shape)).view(dtype).view(shape)
+            except (RuntimeError, MemoryError) as error:
+                raise GraphError(f"a constant of shape {shape} cannot be made: {error}") from None
         if not dtype.is_floating_point:
             raise GraphError(f"values of {dtype} cannot be drawn")
-        tensor = torch.empty(shape, dtype=dtype)
         with torch.no_grad():
             try:
+                tensor = torch.empty(shape, dtype=dtype)
                 DRAWS[self.draw][1](tensor, generator_at(self.data), *self.arguments)
                 for row in self.zero_rows:
                     tensor[row].zero_()
-            except (RuntimeError, IndexError) as error:
+            except (RuntimeError, IndexError, MemoryError) as error:
                 raise GraphError(f"the draw {self.draw}{self.arguments} failed: {error}") from None
         return tensor
 

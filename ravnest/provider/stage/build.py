@@ -7,7 +7,7 @@ import torch
 
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
-from ravnest.errors import GraphError
+from ravnest.errors import GraphError, LentMemoryError
 from ravnest.graph.initial_weights.sources_text import MAX_SOURCES_BYTES, WeightSources, read_sources
 from ravnest.graph.weights import WeightsReader
 from ravnest.net.rpc.client import CoordinatorClient
@@ -22,6 +22,7 @@ from ravnest.provider.stage.host import Host
 from ravnest.provider.stage.hosted_stage import HostedStage, RingMembership
 from ravnest.provider.stage.records import StageRecords
 from ravnest.provider.stage.spans import SpanRecorder
+from ravnest.units import byte_size
 
 
 async def build_stage(
@@ -37,6 +38,11 @@ async def build_stage(
     `part`: tensors and metadata of a part of a replica that the stage starts from, in memory of their own. The weights
     that the order names are then only those that never change.
     """
+    if order.weights.size_bytes > host.lent_bytes:
+        raise LentMemoryError(
+            f"stage {order.stage} has weights of {byte_size(order.weights.size_bytes)}, and this provider lends "
+            f"{byte_size(host.lent_bytes)}; lend more or use more providers"
+        )
     settings = StageSettings.from_json(order.settings_json)
     text = await artifacts.get(order.graph, lambda: GraphText(order.graph.size_bytes), progress)
     listed = partial(_sources, order, artifacts, progress) if order.sources.id else None

@@ -179,6 +179,12 @@ def test_a_recipe_that_does_not_fit_is_refused_and_never_hangs(recipe: Recipe, d
         recipe.make((4, 5), dtype)
 
 
+@pytest.mark.parametrize("recipe", [Recipe("normal", (0.0, 1.0), POSITION), Recipe("constant", data=bytes(4))])
+def test_a_tensor_for_which_there_is_no_memory_is_an_error_of_its_recipe(recipe: Recipe) -> None:
+    with pytest.raises(GraphError):
+        recipe.make((1 << 58,), torch.float32)
+
+
 def test_the_list_of_a_stream_comes_back_and_a_false_one_is_refused() -> None:
     model, initial = found()
     tensors = {f"weight:{name}": weight.detach() for name, weight in model.named_parameters()}
