@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ravnest.errors import GraphError
-from ravnest.graph.initial_weights.generator_position import generator_at
+from ravnest.graph.initial_weights.generator_position import check_position, generator_at
 
 MAX_ZERO_ROWS: Final = 16
 
@@ -117,7 +117,8 @@ class Recipe:
         except binascii.Error:
             raise GraphError("the data of a recipe is not valid base64") from None
         if draw != CONSTANT:
-            generator_at(decoded)
+            # A PyTorch that keeps its generator in another form can read the recipe, and fetches the weight instead.
+            check_position(decoded)
         return cls(draw, tuple(map(float, arguments)), decoded, tuple(rows))
 
 

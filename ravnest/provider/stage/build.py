@@ -1,6 +1,7 @@
 """Construction of a hosted stage: fetch what the order names, check it, and build the stage from it."""
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -45,7 +46,7 @@ async def build_stage(
         )
     settings = StageSettings.from_json(order.settings_json)
     text = await artifacts.get(order.graph, lambda: GraphText(order.graph.size_bytes), progress)
-    listed = partial(_sources, order, artifacts, progress) if order.sources.id else None
+    listed = partial(_sources, order, artifacts, progress, host.say) if order.sources.id else None
     reader = await artifacts.get(order.weights, lambda: WeightsReader(order.weights.size_bytes), progress, listed)
     weights, metadata = reader.finish()
     del reader  # It refers to every tensor, and the stage releases them one by one.
@@ -73,16 +74,23 @@ async def build_stage(
     return HostedStage(order, stage, host, client, records, membership, restored.applied)
 
 
-async def _sources(order: Deploy, artifacts: Artifacts, progress: FetchProgress) -> WeightSources:
-    """How to get tensors of the weights without the coordinator."""
+async def _sources(
+    order: Deploy, artifacts: Artifacts, progress: FetchProgress, say: Callable[[str], None]
+) -> WeightSources | None:
+    """How to get tensors of the weights without the coordinator; None if this version cannot read the list. The weights
+    have a hash of their own, so they can be fetched without it."""
     size_bytes = order.sources.size_bytes
     progress.total_bytes += size_bytes
 
     def begin() -> ArtifactText:
         return ArtifactText("the list of the stage's weights", size_bytes, MAX_SOURCES_BYTES)
 
-    text = await artifacts.get(order.sources, begin, progress, keep=False)
-    return await asyncio.to_thread(read_sources, text.content, order.weights.size_bytes)
+    try:
+        text = await artifacts.get(order.sources, begin, progress, keep=False)
+        return await asyncio.to_thread(read_sources, text.content, order.weights.size_bytes)
+    except GraphError as error:
+        say(f"the first weights cannot be drawn here ({error}): fetching all of them")
+        return None
 
 
 async def _join_rings(

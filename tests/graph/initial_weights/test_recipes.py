@@ -162,6 +162,23 @@ def test_an_invalid_recipe_is_refused(value: object, words: str) -> None:
         Recipe.from_json(value)
 
 
+class OtherGenerator:
+    """The generator of a PyTorch that keeps its position in another form."""
+
+    def manual_seed(self, seed: int) -> None:
+        pass
+
+    def get_state(self) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+
+def test_a_torch_with_another_generator_reads_a_draw_and_cannot_make_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Generator", OtherGenerator)
+    recipe = Recipe.from_json(GOOD)
+    with pytest.raises(GraphError, match="the state of PyTorch's generator has 16 bytes"):
+        recipe.make((4, 5), torch.float32)
+
+
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
     [
