@@ -452,7 +452,7 @@ class SimulatedSwarm:
         """A provider comes, or comes back with what it has on its disk."""
         provider = self.providers[node_id] = Provider(self, node_id)
         provider.parts = dict(parts or {})
-        provider.member.parts = frozenset(provider.parts)
+        provider.member.parts = dict.fromkeys(provider.parts, "")
         self.members.put(provider.member)
         self.orders.pop(node_id, None)
         if self.events is not None:
@@ -468,7 +468,7 @@ class SimulatedSwarm:
             if not provider.alive:
                 continue
             provider.member = Machine(
-                provider.node_id, "", LentMachine("cpu", 8 << 30, 1), parts=frozenset(provider.parts)
+                provider.node_id, "", LentMachine("cpu", 8 << 30, 1), parts=dict.fromkeys(provider.parts, "")
             )
             provider.member.reach = Reach("", "simulated")
             if provider.held is not None:

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters
 from ravnest.coordinator.feed.ledger import DataPosition
+from ravnest.coordinator.replicas.replica import Replica
 from ravnest.coordinator.replicas.sources import StateTransfers
 from ravnest.coordinator.replicas.surviving import AnnouncedReplica, RecordedPart
-from ravnest.coordinator.replicas.tracker import STATE_BYTES, Replica, ReplicaTracker
+from ravnest.coordinator.replicas.tracker import STATE_BYTES, ReplicaTracker
 from ravnest.coordinator.run.allowed_links import AllowedLinks
 from ravnest.coordinator.run.context import RunContext
 from ravnest.coordinator.run.orders import order_link, stage_key
@@ -185,7 +186,7 @@ class ReplicaHolders:
         if state is not None:
             parts = tuple(
                 RecordedPart(
-                    replica.sha256(stage), replica.sizes_bytes[stage], tuple(sorted(nodes)), replica.rounded[stage]
+                    replica.sha256(stage), replica.sizes_bytes[stage], tuple(sorted(nodes)), replica.rounded[stage][1]
                 )
                 for stage, nodes in enumerate(replica.nodes)
             )

@@ -258,6 +258,13 @@ def test_other_users_of_the_machine_may_not_read_a_part(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
+def test_the_list_of_parts_tells_the_forms_of_a_part_apart(tmp_path: Path) -> None:
+    files = PartFiles(tmp_path)
+    write(files, 1)
+    [held] = files.held()
+    assert files.find(held.key, 1).sha256.startswith(held.sha256_start.hex()) and len(held.sha256_start) == 8
+
+
 def test_the_list_of_many_parts_fits_into_a_request_to_join(tmp_path: Path) -> None:
     files = PartFiles(tmp_path)
     for number in range(120):
