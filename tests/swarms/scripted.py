@@ -130,6 +130,8 @@ class Provider:
         self.swarm = swarm
         self.node_id = node_id
         self.parts: dict[tuple[str, int], State] = {}
+        self.codings: list[str] = []
+        """How it was told to code its parts, in order."""
         self.holder = ""
         self.held: Held | None = None
         self.arriving: dict[tuple[str, int], asyncio.Future[State]] = {}
@@ -210,6 +212,7 @@ class Provider:
                 self.say(failed=failed)
         elif kind == "replicate":
             self.holder = message.replicate.holder.node
+            self.codings.append(message.replicate.coding)
         elif kind == "forget":
             self._forget(message.forget)
         elif kind == "give":

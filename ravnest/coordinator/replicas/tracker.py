@@ -21,6 +21,7 @@ from ravnest.coordinator.replicas.pace import replica_due, replica_timeout_secon
 from ravnest.coordinator.replicas.replica import Replica
 from ravnest.errors import printable
 from ravnest.net.v1.control_pb2 import Replicated
+from ravnest.planner.plan import StagePlan
 from ravnest.planner.recovery.state_periods import StageState, StatePeriods, state_periods, travelling_bytes
 
 MAX_RETAINED: Final = 12288
@@ -184,6 +185,11 @@ class ReplicaTracker:
             return None
         number = next(reversed(state.pending))
         return number, state.pending[number].place, state.pending[number].began
+
+    def part_bytes(self, stage: StagePlan) -> int:
+        """Size of the newest part of a stage, or an estimate before there is one."""
+        state = self._by_cluster.get(stage.cluster)
+        return (state.last_sizes.get(stage.stage) if state is not None else 0) or STATE_BYTES * stage.parameters
 
     @property
     def largest_part_bytes(self) -> int:
