@@ -167,10 +167,13 @@ class PartFiles:
             state.release()
 
     def _record(self, key: str, replica: int, size_bytes: int, chunks: Iterable[bytes]) -> "PartWriter":
-        writer = self.begin(key, replica, size_bytes)
+        writer, written_bytes = self.begin(key, replica, size_bytes), 0
         try:
             for data in chunks:
                 writer.feed_unhashed(data)
+                written_bytes += len(data)
+            if written_bytes != size_bytes:
+                raise RunError(f"the state of {key} gave {written_bytes:,} of its {size_bytes:,} bytes; it is not kept")
         except BaseException:
             writer.discard()
             raise
