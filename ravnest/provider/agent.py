@@ -41,7 +41,7 @@ from ravnest.provider.commands import Commands
 from ravnest.provider.console import Console
 from ravnest.provider.fetch.artifacts import Artifacts
 from ravnest.provider.fetch.cache import ArtifactCache
-from ravnest.provider.fetch.local_weights import LocalWeights, huggingface_folder
+from ravnest.provider.fetch.local_weights import LocalWeights, huggingface_folder, searched_text
 from ravnest.provider.machine.core_claims import CoreClaim
 from ravnest.provider.machine.device import choose_device
 from ravnest.provider.machine.memory import available_bytes, lent_bytes, resident_bytes
@@ -204,6 +204,8 @@ class Agent:
 
     async def serve(self) -> int:
         """Join, and join again whenever a session ends without an order to stop. Returns the exit code."""
+        if self._options.weights:
+            self._console.say(searched_text(self._options.weights))
         if self._cap is None:
             return await self._serve_all()
         await asyncio.to_thread(self._cap.check)

@@ -132,6 +132,8 @@ class Provider:
         self.uploading: set[str] = set()
         """The parts that it uploads, by the name of the upload."""
         self.parts: dict[tuple[str, int], State] = {}
+        self.codings: list[str] = []
+        """How it was told to code its parts, in order."""
         self.holder = ""
         self.held: Held | None = None
         self.arriving: dict[tuple[str, int], asyncio.Future[State]] = {}
@@ -212,6 +214,7 @@ class Provider:
                 self.say(failed=failed)
         elif kind == "replicate":
             self.holder = message.replicate.holder.node
+            self.codings.append(message.replicate.coding)
         elif kind == "forget":
             self._forget(message.forget)
         elif kind == "give":
@@ -463,7 +466,7 @@ class SimulatedSwarm:
         """A provider comes, or comes back with what it has on its disk."""
         provider = self.providers[node_id] = Provider(self, node_id)
         provider.parts = dict(parts or {})
-        provider.member.parts = frozenset(provider.parts)
+        provider.member.parts = dict.fromkeys(provider.parts, "")
         self.members.put(provider.member)
         self.orders.pop(node_id, None)
         if self.events is not None:
@@ -479,7 +482,7 @@ class SimulatedSwarm:
             if not provider.alive:
                 continue
             provider.member = Machine(
-                provider.node_id, "", LentMachine("cpu", 8 << 30, 1), parts=frozenset(provider.parts)
+                provider.node_id, "", LentMachine("cpu", 8 << 30, 1), parts=dict.fromkeys(provider.parts, "")
             )
             provider.member.reach = Reach("", "simulated")
             if provider.held is not None:

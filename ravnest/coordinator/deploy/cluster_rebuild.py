@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from ravnest.coordinator.deploy.deployment import Deployment
 from ravnest.coordinator.feed.cluster_state import ClusterRun, FedMicrobatch
 from ravnest.coordinator.plan.prepared_job import PreparedJob
+from ravnest.coordinator.replicas.replica import Replica
 from ravnest.coordinator.replicas.sources import DeploymentAbortedError, PartTransfer, ReplicaSources
-from ravnest.coordinator.replicas.tracker import Replica
 from ravnest.coordinator.run.job_run import JobRun
 from ravnest.coordinator.run.orders import (
     LinkOrder,

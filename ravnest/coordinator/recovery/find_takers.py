@@ -13,7 +13,7 @@ from ravnest.coordinator.deploy.deployment import Deployment
 from ravnest.coordinator.deploy.redeployment import Redeployment
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.recovery.standbys import Standbys
-from ravnest.coordinator.replicas.tracker import Replica
+from ravnest.coordinator.replicas.replica import Replica
 from ravnest.coordinator.run.context import RunContext
 from ravnest.errors import PlanError
 from ravnest.planner.plan import Plan

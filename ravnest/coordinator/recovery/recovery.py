@@ -21,8 +21,8 @@ from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.recovery.find_takers import TakerChoice
 from ravnest.coordinator.recovery.standbys import Standbys
 from ravnest.coordinator.recovery.state_sources import StateSources
+from ravnest.coordinator.replicas.replica import Replica
 from ravnest.coordinator.replicas.sources import DeploymentAbortedError
-from ravnest.coordinator.replicas.tracker import Replica
 from ravnest.coordinator.run.job_run import JobRun
 from ravnest.planner.plan import Plan
 from ravnest.planner.recovery.choose_taker import Taking

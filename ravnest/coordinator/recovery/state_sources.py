@@ -16,8 +16,8 @@ from ravnest.coordinator.checkpoints.reader import load_checkpoint
 from ravnest.coordinator.deploy.cluster_rebuild import BorrowedState
 from ravnest.coordinator.deploy.deployment import Deployment
 from ravnest.coordinator.feed.cluster_state import ClusterRun
+from ravnest.coordinator.replicas.replica import Replica
 from ravnest.coordinator.replicas.sources import ReplicaSources
-from ravnest.coordinator.replicas.tracker import Replica
 from ravnest.coordinator.run.job_run import JobRun
 from ravnest.coordinator.run.orders import stage_key
 from ravnest.graph.portable import PortableGraph

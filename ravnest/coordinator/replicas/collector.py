@@ -17,7 +17,7 @@ from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.replicas.choose_replica import KnownReplica, UploadLine, choose_replica, choose_senders
 from ravnest.coordinator.replicas.holders import ReplicaHolders
 from ravnest.coordinator.replicas.part_uploads import PartRequest, PartUploads
-from ravnest.coordinator.replicas.tracker import Replica
+from ravnest.coordinator.replicas.replica import Replica
 from ravnest.coordinator.run.collecting import ReplicaChoice
 from ravnest.coordinator.run.context import RunContext
 from ravnest.coordinator.run.orders import stage_key

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters
 from ravnest.coordinator.feed.ledger import DataPosition
+from ravnest.coordinator.replicas.replica import Replica
 from ravnest.coordinator.replicas.sources import StateTransfers
 from ravnest.coordinator.replicas.surviving import AnnouncedReplica, RecordedPart
-from ravnest.coordinator.replicas.tracker import STATE_BYTES, Replica, ReplicaTracker
+from ravnest.coordinator.replicas.tracker import ReplicaTracker
 from ravnest.coordinator.run.allowed_links import AllowedLinks
 from ravnest.coordinator.run.context import RunContext
 from ravnest.coordinator.run.orders import order_link, stage_key
@@ -54,6 +55,8 @@ class ReplicaHolders:
         self._recording = asyncio.Lock()
         self._pairs: dict[str, tuple[str, str]] = {}
         """By stage key, the owner of the stage and the holder of its replicas."""
+        self._orders: dict[str, Replicate] = {}
+        """By stage key, the newest order to its owner."""
         self.has_poor_line: Callable[[str, str], bool] = lambda owner, holder: False
         """Whether the line from an owner to a holder is a poor one for parts."""
         self.on_replicas: Callable[[], None] = lambda: None
@@ -126,6 +129,7 @@ class ReplicaHolders:
         for key, pair in list(self._pairs.items()):
             if node_id in pair:
                 del self._pairs[key]
+                self._orders.pop(key, None)
 
     async def delete_outdated(self, nodes: Sequence[str]) -> None:
         """Tells these providers to delete the parts that belong to earlier deployments."""
@@ -153,14 +157,30 @@ class ReplicaHolders:
             owners = sum(held_by == holder for _, held_by in self._pairs.values())
             order.max_bytes_per_second = receiver_limit(members.down_rate(holder), owners)
             order.coding = self._choose_coding(stage, *ends).coding
+        self._orders[key] = order
         await context.tell(stage.node, CoordinatorMessage(replicate=order))
 
     def _choose_coding(self, stage: StagePlan, owner: Member, holder: Member) -> CodingChoice:
         up, down = owner.link.speed, holder.link.speed
         rate = min(up.up_bytes_per_second, down.down_bytes_per_second) if up and down else None
-        part_bytes = max(self.replicas.largest_part_bytes, STATE_BYTES * stage.parameters)
         is_local = not self._context.swarm.open_to_more
-        return choose_coding(part_bytes, rate, is_exact=self._is_exact, is_local=is_local)
+        return choose_coding(self.replicas.part_bytes(stage), rate, is_exact=self._is_exact, is_local=is_local)
+
+    async def _renew_codings(self, cluster: ClusterRun) -> None:
+        """Tells owners to code their parts in another way, where the size of the last part or the line asks for it."""
+        members = self._context.members
+        for stage in cluster.plan.stages:
+            key = stage_key(self._deployment, stage)
+            order = self._orders.get(key)
+            if order is None or stage.node not in members or order.holder.node not in members:
+                continue
+            choice = self._choose_coding(stage, members[stage.node], members[order.holder.node])
+            if choice.coding != order.coding:
+                changed = Replicate()
+                changed.CopyFrom(order)
+                changed.coding = choice.coding
+                self._orders[key] = changed
+                await self._context.tell(stage.node, CoordinatorMessage(replicate=changed))
 
     def _on_complete(self) -> None:
         """Lets holders delete the replicas before a complete one, so that a failure of the next cannot displace it."""
@@ -172,6 +192,7 @@ class ReplicaHolders:
                 continue
             self._deleted_before[cluster.id] = replica.number
             self._context.spawn(self._record(cluster, replica))
+            self._context.spawn(self._renew_codings(cluster))
         has_sources = self._transfers.sources is not None
         if has_sources and all(self.replicas.newest(cluster) is not None for cluster in self._clusters.whole):
             self._transfers.sources = None
@@ -185,7 +206,7 @@ class ReplicaHolders:
         if state is not None:
             parts = tuple(
                 RecordedPart(
-                    replica.sha256(stage), replica.sizes_bytes[stage], tuple(sorted(nodes)), replica.rounded[stage]
+                    replica.sha256(stage), replica.sizes_bytes[stage], tuple(sorted(nodes)), replica.rounded[stage][1]
                 )
                 for stage, nodes in enumerate(replica.nodes)
             )

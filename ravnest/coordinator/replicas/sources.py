@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun
-from ravnest.coordinator.replicas.tracker import Replica
+from ravnest.coordinator.replicas.replica import Replica
 from ravnest.coordinator.run.orders import LinkOrder, order_link, stage_key
 from ravnest.coordinator.swarm.members import Member
 from ravnest.coordinator.swarm.reachability import Reach

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from ravnest.coordinator.feed.ledger import DataPosition
-from ravnest.coordinator.replicas.tracker import Replica
+from ravnest.coordinator.replicas.replica import Replica
 from ravnest.coordinator.swarm.members import Member
 from ravnest.errors import RunError
 from ravnest.safe_json import read_json
@@ -30,8 +30,8 @@ class RecordedPart:
     size_bytes: int
     nodes: tuple[str, ...]
     """The providers that had it when the replica was complete."""
-    rounded: tuple[str, str] = ("", "")
-    """The holder and the sha256 of its part, where that differs from the owner's."""
+    rounded_sha256: str = ""
+    """The sha256 of the rounded part of the holder; empty if that is the owner's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,10 @@ class AnnouncedReplica:
             place, starts = DataPosition(**record["place"]), tuple(map(int, record["starts"]))
             parts = tuple(
                 RecordedPart(
-                    str(part["sha256"]), int(part["size_bytes"]), tuple(map(str, part["nodes"])), _pair(part["rounded"])
+                    str(part["sha256"]),
+                    int(part["size_bytes"]),
+                    tuple(map(str, part["nodes"])),
+                    str(part.get("rounded_sha256", "")),
                 )
                 for part in record.get("parts", ())
             )
@@ -75,11 +78,6 @@ class AnnouncedReplica:
             return cls(str(record["key"]), int(record["number"]), place, starts, parts, float(record.get("at", 0.0)))
         except (LookupError, TypeError, ValueError) as error:
             raise RunError(f"the store of the run is damaged: a replica cannot be read ({error})") from None
-
-
-def _pair(texts: Sequence[object]) -> tuple[str, str]:
-    one, other = map(str, texts)
-    return one, other
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,26 +104,21 @@ def find_surviving_replica(
             return None
         if (each.key, each.number) in failed:
             continue
-        nodes = tuple(_with_part(each, stage, members) for stage in range(len(each.starts)))
-        if all(nodes):
-            hashes = tuple(each.sha256(stage) for stage in range(len(each.starts)))
+        replica = _found(each, members)
+        if all(replica.nodes):
             reason = f"the providers still hold all stages after {each.place.updates} updates"
-            return SurvivingReplica(
-                each,
-                Replica(each.number, each.place, nodes, hashes, tuple(part.rounded for part in each.parts)),
-                f"{reason}; the last checkpoint has {updates}",
-            )
+            return SurvivingReplica(each, replica, f"{reason}; the last checkpoint has {updates}")
     return None
 
 
 def absent_holders(newest: AnnouncedReplica, members: Sequence[Member]) -> dict[int, tuple[str, ...]]:
     """By stage of a complete replica of which no connected provider has the part: the recorded providers that are
     absent. Empty if nothing is missing, or if a missing part cannot come with any of them."""
-    present = {member.node_id for member in members}
+    present, found = {member.node_id for member in members}, _found(newest, members)
     missing = {
         stage: tuple(node for node in part.nodes if node not in present)
         for stage, part in enumerate(newest.parts)
-        if not _with_part(newest, stage, members)
+        if not found.nodes[stage]
     }
     return missing if all(missing.values()) else {}
 
@@ -149,7 +142,14 @@ def wait_for_holders(
     return min(limit_seconds, seconds), reason
 
 
-def _with_part(replica: AnnouncedReplica, stage: int, members: Sequence[Member]) -> frozenset[str]:
-    """The members that have this stage's part."""
-    part = replica.part_key(stage), replica.number
-    return frozenset(member.node_id for member in members if part in member.parts)
+def _found(each: AnnouncedReplica, members: Sequence[Member]) -> Replica:
+    """The replica, with the parts that the members have."""
+    stages = range(len(each.starts))
+    hashes = tuple(each.sha256(stage) for stage in stages)
+    rounded = tuple((frozenset[str](), part.rounded_sha256) for part in each.parts)
+    found = Replica(each.number, each.place, tuple(frozenset[str]() for _ in stages), hashes, rounded)
+    for member in members:
+        for stage in stages:
+            if (part := (each.part_key(stage), each.number)) in member.parts:
+                found = found.with_part(stage, member.node_id, member.parts[part])
+    return found

@@ -18,8 +18,10 @@ from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.feed.feeder import TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.replicas.pace import replica_due, replica_timeout_seconds
+from ravnest.coordinator.replicas.replica import Replica
 from ravnest.errors import printable
 from ravnest.net.v1.control_pb2 import Replicated
+from ravnest.planner.plan import StagePlan
 from ravnest.planner.recovery.state_periods import (
     StageState,
     StatePeriods,
@@ -48,36 +50,6 @@ _UNKNOWN_LINE: Final = 1e9
 """Bytes per second assumed for a line without a measurement: both ends are on one machine."""
 
 
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """A complete replica: the stages of one cluster after the same microbatch."""
-
-    number: int
-    """The number of that microbatch plus one."""
-    place: DataPosition
-    nodes: tuple[frozenset[str], ...]
-    """For each stage, the providers that have its part."""
-    hashes: tuple[str, ...] = ()
-    """For each stage, the sha256 of its part as its owner reported it; empty when it did not."""
-    rounded: tuple[tuple[str, str], ...] = ()
-    """For each stage, the holder and the sha256 of its part, where that differs from the owner's; empty otherwise."""
-    sizes_bytes: tuple[int, ...] = ()
-    """For each stage, the size of its part."""
-    announced_at: float = 0.0
-    """When it was announced, on the clock `time.monotonic`."""
-
-    def sha256(self, stage: int, node: str = "") -> str:
-        """The sha256 of the part of a stage that this provider has; empty when it is not known."""
-        holder, sha256 = self.rounded[stage] if stage < len(self.rounded) else ("", "")
-        if holder and holder == node:
-            return sha256
-        return self.hashes[stage] if stage < len(self.hashes) else ""
-
-    def is_available(self, present: Collection[str]) -> bool:
-        """Whether, for every stage, a provider that is present has the part."""
-        return all(not nodes.isdisjoint(present) for nodes in self.nodes)
-
-
 @dataclass
 class _PendingReplica:
     """A replica that was announced and is not complete."""
@@ -88,7 +60,7 @@ class _PendingReplica:
     """Microbatches that were fed between the last complete replica and this one."""
     nodes: dict[int, set[str]] = field(default_factory=dict)
     hashes: dict[int, str] = field(default_factory=dict)
-    rounded: dict[int, tuple[str, str]] = field(default_factory=dict)
+    rounded: dict[int, tuple[frozenset[str], str]] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
     """By stage, the bytes of its part."""
     sent: dict[int, int] = field(default_factory=dict)
@@ -184,17 +156,13 @@ class ReplicaTracker:
             if node_id in state.holders:
                 state.pending = {}
 
-    def add_parts(self, node_id: str, parts: Collection[tuple[str, int]]) -> None:
-        """A provider has rejoined with these parts on its disk, by key and replica number."""
+    def add_parts(self, node_id: str, parts: Mapping[tuple[str, int], str]) -> None:
+        """A provider has rejoined with these parts on its disk: by key and replica number, how their sha256 begins."""
         for state in self._by_cluster.values():
-            found = state.complete
-            if found is None:
-                continue
-            has = [
-                nodes | {node_id} if (key, found.number) in parts else nodes
-                for key, nodes in zip(state.keys, found.nodes, strict=True)
-            ]
-            state.complete = replace(found, nodes=tuple(map(frozenset, has)))
+            for stage, key in enumerate(state.keys):
+                found = state.complete
+                if found is not None and (key, found.number) in parts:
+                    state.complete = found.with_part(stage, node_id, parts[key, found.number])
 
     def remove_part(self, cluster: ClusterRun, stage: int, node_id: str) -> None:
         """This provider does not have the part of a stage, or has another one than its owner reported."""
@@ -225,6 +193,11 @@ class ReplicaTracker:
             return None
         number = next(reversed(state.pending))
         return number, state.pending[number].place, state.pending[number].began
+
+    def part_bytes(self, stage: StagePlan) -> int:
+        """Size of the newest part of a stage, or an estimate before there is one."""
+        state = self._by_cluster.get(stage.cluster)
+        return (state.last_sizes.get(stage.stage) if state is not None else 0) or STATE_BYTES * stage.parameters
 
     @property
     def largest_part_bytes(self) -> int:
@@ -339,7 +312,7 @@ class ReplicaTracker:
             found.hashes[stage] = _hash_or_nothing(message.sha256)
             held = _hash_or_nothing(message.holder_sha256)
             is_rounded = held not in ("", found.hashes[stage])
-            found.rounded[stage] = (message.holder, held) if is_rounded else ("", "")
+            found.rounded[stage] = (frozenset([message.holder]), held) if is_rounded else (frozenset(), "")
             found.sizes[stage] = message.size_bytes
             # An owner that does not say what it sent has sent the part as it is.
             found.sent[stage] = min(message.sent_bytes or message.size_bytes, 2 * message.size_bytes)

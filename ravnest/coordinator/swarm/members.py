@@ -124,8 +124,8 @@ class Member:
 
     held: Held | None = None
     """The stage that the provider holds from the coordinator before this one."""
-    parts: frozenset[tuple[str, int]] = frozenset()
-    """Parts of replicas that the provider has kept, by key and number."""
+    parts: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    """Parts of replicas that the provider has kept: by key and number, how their sha256 begins; empty if unknown."""
     order: Deploy | None = None
     """The newest order: the artifacts that the provider may fetch and the frames that it may send follow from it."""
     holds: dict[str, Hold] = field(default_factory=dict)
@@ -155,7 +155,7 @@ class Member:
             seen_host=seen_host,
             direct_port=request.direct_port if request.direct_port < 65536 else 0,
             link=LinkMeasurement(request.measures_link),
-            parts=frozenset((part.key, part.replica) for part in request.parts[:_MAX_PARTS]),
+            parts={(part.key, part.replica): part.sha256_start[:32].hex() for part in request.parts[:_MAX_PARTS]},
             held=Held.of(request.held) if request.HasField("held") else None,
         )
 

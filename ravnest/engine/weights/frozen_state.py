@@ -17,6 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ravnest.errors import RunError
 from ravnest.graph.weights import stream_header, stream_order, stream_size_bytes
 
 PIECE_BYTES: Final = 1 << 20
@@ -50,12 +51,15 @@ class FrozenState:
         return self._is_over
 
     def chunks(self) -> Iterator[bytes]:
-        """The state as `stream_tensors` yields it. It is over when the iteration ends."""
+        """The state as `stream_tensors` yields it. It is over when the iteration ends. RunError when it is given up
+        before all of it was read, or was read before."""
         try:
+            self._check_readable()
             yield self._header
             for tensor in self._tensors:
                 for piece in range(tensor.pieces):
                     with self._condition:
+                        self._check_readable()
                         data, saved_bytes = tensor.take(piece)
                         self._saved_bytes -= saved_bytes
                         self._condition.notify_all()
@@ -81,6 +85,10 @@ class FrozenState:
         for frozen in self._by_address.get(tensor.untyped_storage().data_ptr(), ()):
             for piece in frozen.pieces_of(tensor):
                 self._save(frozen, piece)
+
+    def _check_readable(self) -> None:
+        if self._is_over:
+            raise RunError("the state of a stage was given up before all of it was read; use another replica")
 
     def _save(self, tensor: "_FrozenTensor", piece: int) -> None:
         with self._condition:

@@ -31,13 +31,21 @@ def position_of(generator: torch.Generator) -> bytes:
     return left.to_bytes(2, "little") + following.to_bytes(2, "little") + words.tobytes()
 
 
-def generator_at(position: bytes) -> torch.Generator:
-    """A new generator at this position; GraphError if there is no such position."""
+def check_position(position: bytes) -> tuple[int, int]:
+    """The words that are left and the next one; GraphError if there is no such position. This does not depend on the
+    PyTorch of this machine."""
     if len(position) != POSITION_BYTES:
         raise GraphError(f"the position of a generator has {len(position)} bytes, not {POSITION_BYTES}")
     left, following = (int.from_bytes(position[i : i + 2], "little") for i in (0, 2))
     if (left, following) != (1, 0) and not (1 <= left <= _WORDS and left + following == _WORDS + 1):
         raise GraphError(f"the position of a generator has {left} words left and continues at word {following}")
+    return left, following
+
+
+def generator_at(position: bytes) -> torch.Generator:
+    """A new generator at this position; GraphError if there is no such position, or if this PyTorch keeps it in another
+    form."""
+    left, following = check_position(position)
     generator = torch.Generator()
     generator.manual_seed(0)
     state = generator.get_state().numpy()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ravnest.errors import GraphError
-from ravnest.graph.initial_weights.generator_position import generator_at
+from ravnest.graph.initial_weights.generator_position import check_position, generator_at
 
 MAX_ZERO_ROWS: Final = 16
 
@@ -74,16 +74,19 @@ class Recipe:
             if len(self.data) != dtype.itemsize:
                 raise GraphError(f"a constant of {len(self.data)} bytes is no value of {dtype}")
             value = torch.frombuffer(bytearray(self.data), dtype=torch.uint8)
-            return value.repeat(math.prod(shape)).view(dtype).view(shape)
+            try:
+                return value.repeat(math.prod(shape)).view(dtype).view(shape)
+            except (RuntimeError, MemoryError) as error:
+                raise GraphError(f"a constant of shape {shape} cannot be made: {error}") from None
         if not dtype.is_floating_point:
             raise GraphError(f"values of {dtype} cannot be drawn")
-        tensor = torch.empty(shape, dtype=dtype)
         with torch.no_grad():
             try:
+                tensor = torch.empty(shape, dtype=dtype)
                 DRAWS[self.draw][1](tensor, generator_at(self.data), *self.arguments)
                 for row in self.zero_rows:
                     tensor[row].zero_()
-            except (RuntimeError, IndexError) as error:
+            except (RuntimeError, IndexError, MemoryError) as error:
                 raise GraphError(f"the draw {self.draw}{self.arguments} failed: {error}") from None
         return tensor
 
@@ -114,7 +117,8 @@ class Recipe:
         except binascii.Error:
             raise GraphError("the data of a recipe is not valid base64") from None
         if draw != CONSTANT:
-            generator_at(decoded)
+            # A PyTorch that keeps its generator in another form can read the recipe, and fetches the weight instead.
+            check_position(decoded)
         return cls(draw, tuple(map(float, arguments)), decoded, tuple(rows))
 
 

@@ -51,8 +51,8 @@ class ArtifactSink(Protocol):
         """Take the bytes that follow; GraphError when they are invalid."""
 
 
-ListSources = Callable[[], Awaitable[WeightSources]]
-"""Fetches the list of an artifact's tensors."""
+ListSources = Callable[[], Awaitable[WeightSources | None]]
+"""Fetches the list of an artifact's tensors; None if every byte is to come from the coordinator."""
 
 SinkT = TypeVar("SinkT", bound=ArtifactSink)
 A = TypeVar("A")

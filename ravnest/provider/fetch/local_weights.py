@@ -3,9 +3,13 @@
 A coordinator asks for a tensor by name, shape, type and hash, and never names a file. Only regular files below the
 folders are opened, and only for reading; a link that leads out of its folder is not followed. A tensor is used only if
 its hash is the one asked for. A file that cannot be read is left out.
+
+Each tensor is hashed once in a session while its file does not change, and one deployment causes a bounded number of
+bytes to be hashed, so a coordinator cannot keep the disk busy with questions.
 """
 
 import hashlib
+import itertools
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -15,13 +19,17 @@ from typing import Final
 
 import torch
 
-from ravnest.errors import GraphError
+from ravnest.errors import GraphError, printable
 from ravnest.graph.initial_weights.sources_text import ListedTensor
 from ravnest.graph.weights import MAX_HEADER_BYTES, read_header
 
 _MAX_FILES: Final = 10_000
 _MAX_TRIED: Final = 8
 """Maximum number of tensors of other files that are hashed for one that is asked for."""
+_MAX_HASHED_SHARE: Final = 4
+"""Maximum bytes that one deployment causes to be hashed, as a multiple of the bytes that it asks for."""
+_MAX_HASHES: Final = 100_000
+"""Maximum number of hashes in memory: about as many tensors as the largest caches of models have."""
 
 Kind = tuple[torch.dtype, tuple[int, ...]]
 
@@ -32,6 +40,10 @@ class _StoredTensor:
     name: str
     offset: int
     size_bytes: int
+
+
+_Place = tuple[Path, int, int, int, int]
+"""Path, size and time of change of a file, and offset and size of a tensor in it."""
 
 
 def huggingface_folder() -> Path | None:
@@ -48,30 +60,43 @@ def huggingface_folder() -> Path | None:
     return folder if folder.is_dir() else None
 
 
+def searched_text(folders: Sequence[Path]) -> str:
+    """A line for the user of this machine: what a requester may have looked for."""
+    where = ", ".join(printable(str(folder)) for folder in folders)
+    return f"weights that a run asks for by their hash are looked for in {where} (--weights none switches this off)"
+
+
 class LocalWeights:
-    """The tensors of all safetensors files in these folders. The files are listed at the first search."""
+    """The tensors of all safetensors files in these folders, for one session. The files are listed at the first
+    search."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
         self._stored: dict[Kind, list[_StoredTensor]] | None = None
+        self._hashes: dict[_Place, str] = {}
 
-    def find(self, tensor: ListedTensor) -> memoryview | None:
-        """The bytes of a tensor whose hash is the listed one; None if no file has it. Blocks while it reads."""
+    def search(self, asked_bytes: int) -> "LocalSearch":
+        """A search for the tensors of one deployment, of this size together."""
+        return LocalSearch(self, _MAX_HASHED_SHARE * asked_bytes)
+
+    def candidates(self, tensor: ListedTensor) -> Iterator[_StoredTensor]:
+        """The tensors that may be the listed one."""
         if self._stored is None:
             self._stored = self._listed()
         entry = tensor.entry
         key = entry.name.partition(":")[2]
-        tried = 0
-        for stored in self._stored.get((entry.dtype, entry.shape), ()):
-            if not _is_same(key, stored.name):
-                continue
-            if tried == _MAX_TRIED:
-                break
-            tried += 1
-            data = _read(stored)
-            if data is not None and hashlib.sha256(data).hexdigest() == tensor.sha256:
-                return memoryview(data)
-        return None
+        same = (each for each in self._stored.get((entry.dtype, entry.shape), ()) if _is_same(key, each.name))
+        return itertools.islice(same, _MAX_TRIED)
+
+    def known_hash(self, stored: _StoredTensor) -> str:
+        """The sha256 of a tensor whose file has not changed since it was hashed; empty if it is not known."""
+        place = _place(stored)
+        return "" if place is None else self._hashes.get(place, "")
+
+    def remember(self, stored: _StoredTensor, sha256: str) -> None:
+        """Keep the sha256 of a tensor for the session."""
+        if len(self._hashes) < _MAX_HASHES and (place := _place(stored)) is not None:
+            self._hashes[place] = sha256
 
     def _listed(self) -> dict[Kind, list[_StoredTensor]]:
         found: dict[Kind, list[_StoredTensor]] = {}
@@ -84,6 +109,41 @@ class LocalWeights:
                 for kind, stored in _tensors_of(path):
                     found.setdefault(kind, []).append(stored)
         return found
+
+
+class LocalSearch:
+    """The search for the tensors of one deployment. It hashes a bounded number of bytes."""
+
+    def __init__(self, weights: LocalWeights, max_hashed_bytes: int) -> None:
+        self._weights = weights
+        self._left_bytes = max_hashed_bytes
+
+    def find(self, tensor: ListedTensor) -> memoryview | None:
+        """The bytes of a tensor whose hash is the listed one; None if no file has it. Blocks while it reads."""
+        for stored in self._weights.candidates(tensor):
+            known = self._weights.known_hash(stored)
+            if known and known != tensor.sha256:
+                continue
+            if stored.size_bytes > self._left_bytes:
+                return None
+            self._left_bytes -= stored.size_bytes
+            data = _read(stored)
+            if data is None:
+                continue
+            found = hashlib.sha256(data).hexdigest()
+            self._weights.remember(stored, found)
+            if found == tensor.sha256:
+                return memoryview(data)
+        return None
+
+
+def _place(stored: _StoredTensor) -> _Place | None:
+    """Identity of the bytes of a tensor, as long as its file does not change; None if the file cannot be read."""
+    try:
+        state = stored.path.stat(follow_symlinks=False)
+    except OSError:
+        return None
+    return stored.path, state.st_size, state.st_mtime_ns, stored.offset, stored.size_bytes
 
 
 def _is_same(key: str, name: str) -> bool:

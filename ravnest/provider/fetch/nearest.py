@@ -35,7 +35,8 @@ class NearestSource:
         say: Callable[[str], None],
     ) -> None:
         self._listed = listed
-        self._local = local
+        size_bytes = sum(tensor.entry.end - tensor.entry.begin for tensor in listed.tensors)
+        self._local = None if local is None else local.search(size_bytes)
         self._fetch = fetch
         self._progress = progress
         self._say = say

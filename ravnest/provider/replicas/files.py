@@ -49,6 +49,8 @@ SPARE_BYTES: Final = 64 << 20
 TOLD_BYTES: Final = 2 << 10
 """Size of the list of parts in a join request, the newest first. The whole request may have twice this size."""
 
+_START_BYTES: Final = 8
+"""First bytes of a hash that tell the forms of a part apart, in a join request."""
 _KEY: Final = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,79}")
 _NAME: Final = re.compile(rf"({_KEY.pattern})@([0-9]{{1,20}})@([0-9a-f]{{64}})")
 _PIECE_BYTES: Final = 1 << 20
@@ -165,10 +167,13 @@ class PartFiles:
             state.release()
 
     def _record(self, key: str, replica: int, size_bytes: int, chunks: Iterable[bytes]) -> "PartWriter":
-        writer = self.begin(key, replica, size_bytes)
+        writer, written_bytes = self.begin(key, replica, size_bytes), 0
         try:
             for data in chunks:
                 writer.feed_unhashed(data)
+                written_bytes += len(data)
+            if written_bytes != size_bytes:
+                raise RunError(f"the state of {key} gave {written_bytes:,} of its {size_bytes:,} bytes; it is not kept")
         except BaseException:
             writer.discard()
             raise
@@ -209,7 +214,8 @@ class PartFiles:
             parts = [part for of_key in self._parts.values() for part in of_key.values()]
         told, size = [], 0
         for part in sorted(parts, key=lambda part: (-part.replica, part.key)):
-            held = HeldPart(key=part.key, replica=part.replica)
+            start = bytes.fromhex(part.sha256)[:_START_BYTES]
+            held = HeldPart(key=part.key, replica=part.replica, sha256_start=start)
             size += held.ByteSize() + 4
             if size > TOLD_BYTES:
                 break

@@ -52,9 +52,13 @@ class ReplicaOwner:
         self._tasks.spawn(self._work())
 
     def follow(self, order: Replicate) -> None:
-        """Send the parts of this stage to this holder from now on, also a part that is being sent to another one."""
+        """Send the parts of this stage to this holder from now on, also a part that is being sent to another one. With
+        another coding and the same link, a part that is being sent keeps its coding."""
         check_key(order.key)
         check_coding(order.coding)
+        if self._order is not None and (self._order.key, self._order.holder) == (order.key, order.holder):
+            self._order = order
+            return
         before, self._link = self._link, self._links.add(order.holder) if order.holder.node else None
         self._order = order
         if before is not None:

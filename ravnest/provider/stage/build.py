@@ -1,13 +1,14 @@
 """Construction of a hosted stage: fetch what the order names, check it, and build the stage from it."""
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
-from ravnest.errors import GraphError
+from ravnest.errors import GraphError, LentMemoryError
 from ravnest.graph.initial_weights.sources_text import MAX_SOURCES_BYTES, WeightSources, read_sources
 from ravnest.graph.weights import WeightsReader
 from ravnest.net.rpc.client import CoordinatorClient
@@ -22,6 +23,7 @@ from ravnest.provider.stage.host import Host
 from ravnest.provider.stage.hosted_stage import HostedStage, RingMembership
 from ravnest.provider.stage.records import StageRecords
 from ravnest.provider.stage.spans import SpanRecorder
+from ravnest.units import byte_size
 
 
 async def build_stage(
@@ -37,9 +39,14 @@ async def build_stage(
     `part`: tensors and metadata of a part of a replica that the stage starts from, in memory of their own. The weights
     that the order names are then only those that never change.
     """
+    if order.weights.size_bytes > host.lent_bytes:
+        raise LentMemoryError(
+            f"stage {order.stage} has weights of {byte_size(order.weights.size_bytes)}, and this provider lends "
+            f"{byte_size(host.lent_bytes)}; lend more or use more providers"
+        )
     settings = StageSettings.from_json(order.settings_json)
     text = await artifacts.get(order.graph, lambda: GraphText(order.graph.size_bytes), progress)
-    listed = partial(_sources, order, artifacts, progress) if order.sources.id else None
+    listed = partial(_sources, order, artifacts, progress, host.say) if order.sources.id else None
     reader = await artifacts.get(order.weights, lambda: WeightsReader(order.weights.size_bytes), progress, listed)
     weights, metadata = reader.finish()
     del reader  # It refers to every tensor, and the stage releases them one by one.
@@ -67,16 +74,23 @@ async def build_stage(
     return HostedStage(order, stage, host, client, records, membership, restored.applied)
 
 
-async def _sources(order: Deploy, artifacts: Artifacts, progress: FetchProgress) -> WeightSources:
-    """How to get tensors of the weights without the coordinator."""
+async def _sources(
+    order: Deploy, artifacts: Artifacts, progress: FetchProgress, say: Callable[[str], None]
+) -> WeightSources | None:
+    """How to get tensors of the weights without the coordinator; None if this version cannot read the list. The weights
+    have a hash of their own, so they can be fetched without it."""
     size_bytes = order.sources.size_bytes
     progress.total_bytes += size_bytes
 
     def begin() -> ArtifactText:
         return ArtifactText("the list of the stage's weights", size_bytes, MAX_SOURCES_BYTES)
 
-    text = await artifacts.get(order.sources, begin, progress, keep=False)
-    return await asyncio.to_thread(read_sources, text.content, order.weights.size_bytes)
+    try:
+        text = await artifacts.get(order.sources, begin, progress, keep=False)
+        return await asyncio.to_thread(read_sources, text.content, order.weights.size_bytes)
+    except GraphError as error:
+        say(f"the first weights cannot be drawn here ({error}): fetching all of them")
+        return None
 
 
 async def _join_rings(

@@ -116,7 +116,7 @@ def test_disks_that_give_back_something_else_are_not_believed(play: Play) -> Non
             # Of the newest, the coordinator knows the hashes.
             disk = {key: state for key, state in everything.items() if key[1] == newest}
             run.swarm.join(name).parts = Damaged(disk)
-            run.swarm.providers[name].member.parts = frozenset(disk)
+            run.swarm.providers[name].member.parts = dict.fromkeys(disk, "")
         await run.begin_again_with_those(2)
         assert run.events("not_regained") and run.events("resumed_swarm")[-1]["source"] == "checkpoint"
         await run.train(30)

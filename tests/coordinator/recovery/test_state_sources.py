@@ -6,7 +6,7 @@ from ravnest.coordinator.feed.cluster_state import ClusterRun, FedMicrobatch
 from ravnest.coordinator.feed.feeder import TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.recovery.state_sources import lenders, samples_lost
-from ravnest.coordinator.replicas.tracker import Replica
+from ravnest.coordinator.replicas.replica import Replica
 from ravnest.graph.portable import PortableGraph, WeightSpec
 from tests.builders import cluster_plan, stage_plan
 

@@ -173,7 +173,7 @@ def test_who_is_gone_has_no_part_any_more_and_who_is_back_has_what_it_says(bench
     kept = bench.replicas.newest(bench.cluster)
     assert kept is not None and kept.nodes == (frozenset("b"), frozenset("b"))
     assert kept.is_available({"b"}) and not kept.is_available({"c"})
-    bench.replicas.add_parts("a", {(KEYS[1], number), (KEYS[0], number + 1)})
+    bench.replicas.add_parts("a", {(KEYS[1], number): "", (KEYS[0], number + 1): ""})
     kept = bench.replicas.newest(bench.cluster)
     assert kept is not None and kept.nodes == (frozenset("b"), frozenset("ab"))
 
@@ -278,6 +278,23 @@ def test_a_holder_with_a_rounded_part_has_a_hash_of_its_own(bench: Bench) -> Non
     assert [kept.sha256(0, "a"), kept.sha256(0, "b")] == ["0" * 64, "0" * 64]
     assert [kept.sha256(1, "b"), kept.sha256(1, "a")] == ["1" * 64, "f" * 64]
     assert bench.events[-1][1]["sent_bytes"] == 300 and bench.events[-1][1]["bytes"] == 1200
+
+
+def test_a_provider_that_rejoins_is_expected_to_have_the_form_of_the_part_that_it_names(bench: Bench) -> None:
+    bench.now += 10
+    number = bench.feed(0)
+    for stage, (node, holder) in enumerate(("ab", "ba")):
+        said = Replicated(key=KEYS[stage], replica=number, holder=holder, sha256=str(stage) * 64)
+        said.holder_sha256 = "f" * 64 if stage else said.sha256
+        bench.replicas.on_replicated(node, said, [bench.cluster])
+    for node, start in (("exact", "1" * 16), ("rounded", "f" * 16), ("other", "e" * 16), ("silent", "")):
+        bench.replicas.add_parts(node, {(KEYS[1], number): start})
+    kept = bench.replicas.newest(bench.cluster)
+    assert kept is not None and kept.nodes[1] == {"a", "b", "exact", "rounded"}
+    assert [kept.sha256(1, node) for node in ("exact", "rounded", "a")] == ["1" * 64, "f" * 64, "f" * 64]
+    bench.replicas.add_parts("a", {(KEYS[1], number): "1" * 16})
+    kept = bench.replicas.newest(bench.cluster)
+    assert kept is not None and kept.sha256(1, "a") == "1" * 64, "it has fetched the part from its owner since"
 
 
 def test_what_could_not_be_kept_beyond_a_replica_is_still_missing_when_that_is_complete(

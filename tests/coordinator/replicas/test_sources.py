@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ravnest.coordinator.feed.ledger import DataPosition
+from ravnest.coordinator.replicas.replica import Replica
 from ravnest.coordinator.replicas.sources import ReplicaSources, choose_transfers
-from ravnest.coordinator.replicas.tracker import Replica
 from ravnest.graph.portable import PortableGraph, WeightSpec
 
 
@@ -36,7 +36,7 @@ def test_a_stage_starts_from_every_part_that_has_some_of_its_tensors_however_the
 
 
 def test_a_part_is_checked_by_the_hash_that_its_sender_has() -> None:
-    replica = replace(ALL_PRESENT.replica, rounded=(("q", "33"), ("", ""), ("", "")))
+    replica = replace(ALL_PRESENT.replica, rounded=((frozenset("q"), "33"), (frozenset(), ""), (frozenset(), "")))
     rounded = replace(ALL_PRESENT, replica=replica)
     for present, sha256 in (({"q", "s"}, "33"), ({"p", "s"}, "00")):
         assert choose_transfers(rounded, {"s": graph("a")}, present)["s"][0].sha256 == sha256

@@ -3,7 +3,7 @@
 import pytest
 
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger
-from ravnest.coordinator.replicas.surviving import AnnouncedReplica, find_surviving_replica
+from ravnest.coordinator.replicas.surviving import AnnouncedReplica, RecordedPart, find_surviving_replica
 from ravnest.coordinator.swarm.members import LentMachine, Member
 from ravnest.errors import RunError
 
@@ -15,7 +15,7 @@ def announced(number: int, key: str = "f-0", stages: int = 2) -> AnnouncedReplic
 
 
 def member(name: str, *parts: tuple[str, int]) -> Member:
-    return Member(name, "", LentMachine("cpu", 1), parts=frozenset(parts))
+    return Member(name, "", LentMachine("cpu", 1), parts=dict.fromkeys(parts, ""))
 
 
 def test_the_newest_of_which_all_parts_are_there_is_found() -> None:
@@ -23,6 +23,19 @@ def test_the_newest_of_which_all_parts_are_there_is_found() -> None:
     found = find_surviving_replica([announced(5), announced(7), announced(9)], there, updates=2)
     assert found is not None and found.announced.number == 5
     assert found.replica.nodes == (frozenset("a"), frozenset("b")) and found.replica.hashes == ("", "")
+
+
+def test_a_part_that_was_fetched_in_its_rounded_form_is_expected_in_that_form() -> None:
+    parts = RecordedPart("a" * 64, 10, ("p", "q"), "b" * 64), RecordedPart("c" * 64, 10, ("p",))
+    one = AnnouncedReplica("f-0", 5, announced(5).place, (0, 4), parts, 1.0)
+    assert AnnouncedReplica.from_json(one.to_json()) == one
+    there = [member("taker"), member("broken"), member("owner")]
+    for each, start in zip(there, ("b" * 16, "d" * 16, "a" * 16), strict=True):
+        each.parts = {("f-0-0", 5): start, ("f-0-1", 5): "c" * 16}
+    found = find_surviving_replica([one], there, updates=2)
+    assert found is not None
+    assert found.replica.nodes == (frozenset({"taker", "owner"}), frozenset({"taker", "broken", "owner"}))
+    assert [found.replica.sha256(0, node) for node in ("taker", "owner")] == ["b" * 64, "a" * 64]
 
 
 def test_a_checkpoint_that_is_as_new_is_taken_instead() -> None:

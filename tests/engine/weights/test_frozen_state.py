@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from ravnest.engine.stage import Stage
 from ravnest.engine.weights import frozen_state as module
 from ravnest.engine.weights.frozen_state import FrozenState, FrozenStates, StateTensors
+from ravnest.errors import RunError
 from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.weights import stream_tensors
 from ravnest.settings import CORRECTIONS
@@ -164,6 +165,22 @@ def test_a_reader_that_gives_up_lets_the_stage_go_on(give_up: str) -> None:
         chunks.close()  # type: ignore[attr-defined]
     thread.join()
     assert state.is_over
+
+
+def test_a_state_that_was_given_up_gives_no_bytes_but_an_error() -> None:
+    tensors = {"small": torch.ones(3), "large": torch.ones(1 << 20)}
+    for read in (0, 1, 2):
+        state = FrozenState(tensors, {})
+        chunks = state.chunks()
+        for _ in range(read):
+            assert next(chunks)
+        state.release()
+        with pytest.raises(RunError, match="given up"):
+            next(chunks)
+    state = FrozenState(tensors, {})
+    assert len(b"".join(state.chunks())) == state.size_bytes
+    with pytest.raises(RunError, match="given up"):
+        next(state.chunks())
 
 
 def test_tensors_of_one_memory_and_views_are_protected() -> None:

@@ -162,6 +162,23 @@ def test_an_invalid_recipe_is_refused(value: object, words: str) -> None:
         Recipe.from_json(value)
 
 
+class OtherGenerator:
+    """The generator of a PyTorch that keeps its position in another form."""
+
+    def manual_seed(self, seed: int) -> None:
+        pass
+
+    def get_state(self) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+
+def test_a_torch_with_another_generator_reads_a_draw_and_cannot_make_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Generator", OtherGenerator)
+    recipe = Recipe.from_json(GOOD)
+    with pytest.raises(GraphError, match="the state of PyTorch's generator has 16 bytes"):
+        recipe.make((4, 5), torch.float32)
+
+
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
     [
@@ -177,6 +194,12 @@ def test_an_invalid_recipe_is_refused(value: object, words: str) -> None:
 def test_a_recipe_that_does_not_fit_is_refused_and_never_hangs(recipe: Recipe, dtype: torch.dtype) -> None:
     with pytest.raises(GraphError):
         recipe.make((4, 5), dtype)
+
+
+@pytest.mark.parametrize("recipe", [Recipe("normal", (0.0, 1.0), POSITION), Recipe("constant", data=bytes(4))])
+def test_a_tensor_for_which_there_is_no_memory_is_an_error_of_its_recipe(recipe: Recipe) -> None:
+    with pytest.raises(GraphError):
+        recipe.make((1 << 58,), torch.float32)
 
 
 def test_the_list_of_a_stream_comes_back_and_a_false_one_is_refused() -> None:

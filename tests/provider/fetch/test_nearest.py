@@ -21,7 +21,7 @@ from ravnest.graph.weights import WeightsReader, stream_header, stream_tensors
 from ravnest.net.v1.control_pb2 import ArtifactRef
 from ravnest.provider.fetch.artifacts import Artifacts
 from ravnest.provider.fetch.cache import ArtifactCache
-from ravnest.provider.fetch.local_weights import LocalWeights, huggingface_folder
+from ravnest.provider.fetch.local_weights import LocalWeights, huggingface_folder, searched_text
 from ravnest.provider.fetch.progress import FetchProgress
 
 
@@ -200,6 +200,43 @@ def test_a_file_with_other_values_or_of_another_kind_is_not_used(tmp_path: Path)
     tensors, progress, _ = stage.get(stage.listed(), LocalWeights([tmp_path, tmp_path / "missing"]))
     stage.check(tensors)
     assert progress.found_bytes == 0
+
+
+def test_a_tensor_is_hashed_once_while_its_file_does_not_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage()
+    path = stored(tmp_path, {"2.weight": stage.weights["2.weight"] + 1}) / "model.safetensors"
+    [asked] = [tensor for tensor in stage.listed().tensors if tensor.entry.name == "weight:2.weight"]
+    local, reads = LocalWeights([tmp_path]), list[int]()
+    preadv = os.preadv
+
+    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        reads.append(offset)
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    for _ in range(3):
+        assert local.search(10**6).find(asked) is None
+    assert len(reads) == 1
+    stored(tmp_path, {"2.weight": stage.weights["2.weight"]})
+    os.utime(path, ns=(1, 1))
+    assert local.search(10**6).find(asked) is not None, "the file has changed"
+
+
+def test_one_deployment_has_a_bounded_number_of_bytes_hashed(tmp_path: Path) -> None:
+    stage = Stage()
+    for number in range(8):
+        stored(tmp_path, {"2.weight": stage.weights["2.weight"] + number}, f"{9 - number}.safetensors")
+    [asked] = [tensor for tensor in stage.listed().tensors if tensor.entry.name == "weight:2.weight"]
+    local, size_bytes = LocalWeights([tmp_path]), stage.weights["2.weight"].nbytes
+    assert local.search(size_bytes).find(asked) is None, "four of eight were hashed"
+    assert local.search(size_bytes).find(asked) is not None, "the others, as the hashes of the first are known"
+
+
+def test_the_user_is_told_where_weights_are_looked_for(tmp_path: Path) -> None:
+    said = searched_text([tmp_path, tmp_path / "more"])
+    assert f"{tmp_path}, {tmp_path / 'more'} " in said and "--weights none" in said
 
 
 def test_links_are_followed_inside_of_the_folder_alone(tmp_path: Path) -> None:

@@ -74,6 +74,21 @@ def test_lossless_parts_are_equal_on_both_disks(tmp_path: Path) -> None:
     run(test())
 
 
+def test_the_coding_may_change_between_two_parts_on_the_same_link(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with keepers(tmp_path, "owner", "holder") as (owner, holder):
+            to_owner, to_holder = holder.awaits(owner, "rep-1"), owner.dials(holder, "rep-1")
+            holder.obey(hold=Hold(key=KEY, owner=to_owner))
+            for replica, coding in enumerate(("int8", "lossless", "float32", "int8", "int8"), 1):
+                owner.obey(replicate=Replicate(deployment="d1", key=KEY, holder=to_holder, coding=coding))
+                told = await replicated(owner, replica, state(replica, 0.001 * replica))
+                assert told.holder_sha256 == holder.files.find(KEY, replica).sha256
+                assert (told.holder_sha256 == told.sha256) == (coding != "int8")
+                assert (told.sent_bytes == told.size_bytes) == (coding == "float32")
+
+    run(test())
+
+
 def test_a_holder_that_has_lost_the_reference_gets_the_next_part_without_one(tmp_path: Path) -> None:
     async def test() -> None:
         async with keepers(tmp_path, "owner", "holder") as (owner, holder):

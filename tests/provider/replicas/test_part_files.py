@@ -4,6 +4,7 @@ import errno
 import os
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from ravnest.coordinator.checkpoints.part_check import StagePart
+from ravnest.engine.weights.frozen_state import FrozenState
 from ravnest.errors import PeerError, RunError
 from ravnest.net.connection import JOIN_BYTES
 from ravnest.net.identity.node_identity import NodeIdentity
@@ -256,6 +258,27 @@ def test_other_users_of_the_machine_may_not_read_a_part(tmp_path: Path) -> None:
     write(files, 1)
     [path] = (tmp_path / "parts").iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+class CutShort(FrozenState):
+    """A state that ends early without an error."""
+
+    def chunks(self) -> Iterator[bytes]:
+        yield from list(super().chunks())[:-1]
+
+
+def test_a_state_that_ends_early_is_not_a_part(tmp_path: Path) -> None:
+    files = PartFiles(tmp_path)
+    with pytest.raises(RunError, match="of its"):
+        files.record_frozen("k", 1, CutShort({"w": torch.ones(100)}, {}))
+    assert not files.held() and not [*tmp_path.iterdir()]
+
+
+def test_the_list_of_parts_tells_the_forms_of_a_part_apart(tmp_path: Path) -> None:
+    files = PartFiles(tmp_path)
+    write(files, 1)
+    [held] = files.held()
+    assert files.find(held.key, 1).sha256.startswith(held.sha256_start.hex()) and len(held.sha256_start) == 8
 
 
 def test_the_list_of_many_parts_fits_into_a_request_to_join(tmp_path: Path) -> None:
