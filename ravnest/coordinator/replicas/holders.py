@@ -55,8 +55,8 @@ class ReplicaHolders:
         self._recording = asyncio.Lock()
         self._pairs: dict[str, tuple[str, str]] = {}
         """By stage key, the owner of the stage and the holder of its replicas."""
-        self._orders: dict[str, Replicate] = {}
-        """By stage key, the newest order to its owner."""
+        self._orders: dict[str, tuple[str, Replicate]] = {}
+        """By stage key, the owner of the stage and the newest order to it."""
         self.has_poor_line: Callable[[str, str], bool] = lambda owner, holder: False
         """Whether the line from an owner to a holder is a poor one for parts."""
         self.on_replicas: Callable[[], None] = lambda: None
@@ -157,7 +157,7 @@ class ReplicaHolders:
             owners = sum(held_by == holder for _, held_by in self._pairs.values())
             order.max_bytes_per_second = receiver_limit(members.down_rate(holder), owners)
             order.coding = self._choose_coding(stage, *ends).coding
-        self._orders[key] = order
+        self._orders[key] = stage.node, order
         await context.tell(stage.node, CoordinatorMessage(replicate=order))
 
     def _choose_coding(self, stage: StagePlan, owner: Member, holder: Member) -> CodingChoice:
@@ -171,16 +171,17 @@ class ReplicaHolders:
         members = self._context.members
         for stage in cluster.plan.stages:
             key = stage_key(self._deployment, stage)
-            order = self._orders.get(key)
-            if order is None or stage.node not in members or order.holder.node not in members:
+            owner, order = self._orders.get(key, ("", Replicate()))
+            # A new owner gets an order of its own, with another link.
+            if owner != stage.node or owner not in members or order.holder.node not in members:
                 continue
             choice = self._choose_coding(stage, members[stage.node], members[order.holder.node])
             if choice.coding != order.coding:
                 changed = Replicate()
                 changed.CopyFrom(order)
                 changed.coding = choice.coding
-                self._orders[key] = changed
-                await self._context.tell(stage.node, CoordinatorMessage(replicate=changed))
+                self._orders[key] = owner, changed
+                await self._context.tell(owner, CoordinatorMessage(replicate=changed))
 
     def _on_complete(self) -> None:
         """Lets holders delete the replicas before a complete one, so that a failure of the next cannot displace it."""
