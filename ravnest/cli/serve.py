@@ -33,7 +33,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="N",
         type=whole_number,
         help="start when this many providers have joined (default: as soon as their total memory holds the model; with "
-        "--resume, those of before have five minutes to come back)",
+        "--resume, those of before have a minute to come back)",
     )
     parser.add_argument(
         "--clusters",

@@ -72,7 +72,7 @@ Play = Callable[..., None]
 PATIENCE_SECONDS = 20.0
 """Whatever takes longer hangs."""
 
-TIMEOUTS = Timeouts(vanished_seconds=0.02, return_seconds=0.2, replica_event_seconds=0.0)
+TIMEOUTS = Timeouts(vanished_seconds=0.02, return_seconds=0.2, gather_seconds=0.2, replica_event_seconds=0.0)
 """Every replica is an event."""
 
 

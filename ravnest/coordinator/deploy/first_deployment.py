@@ -48,7 +48,8 @@ class FirstDeployment:
 
         state = context.swarm.state
         expected = 0 if state is None else len(await asyncio.to_thread(state.plan))
-        gathering = gather(context.members, asked.providers, fits, context.say, expected)
+        seconds = context.timeouts.gather_seconds
+        gathering = gather(context.members, asked.providers, fits, context.say, expected, seconds)
         members, first_plan, why = await context.while_well(gathering)
         context.emit("gathered", f"{len(members)} providers: {why}")
         recorded = await self._recorded()

@@ -3,15 +3,11 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from typing import Final
 
 from ravnest.coordinator.swarm.members import Member, Members
 from ravnest.errors import PlanError
 from ravnest.planner.plan import Plan
 from ravnest.units import duration
-
-RETURN_SECONDS: Final = 300.0
-"""Time that the providers of an interrupted run have to come back, once those that are there can hold the model."""
 
 
 async def gather(
@@ -20,7 +16,7 @@ async def gather(
     plan: Callable[[list[Member]], Awaitable[Plan]],
     tell: Callable[[str], None],
     expected: int = 0,
-    return_seconds: float = RETURN_SECONDS,
+    return_seconds: float = 0.0,
 ) -> tuple[list[Member], Plan | None, str]:
     """The providers that may take a stage, a plan that shows that the model fits into their memory, and the reason why
     they are enough.

@@ -15,6 +15,8 @@ class Timeouts:
     it."""
     return_seconds: float = 1.5
     """Timeout for the other providers of a deployment to return to a restarted coordinator, once enough are present."""
+    gather_seconds: float = 60.0
+    """Time that the providers of an interrupted run have to come back, once those that are there can hold the model."""
     stage_ready_seconds: float = 300.0
     """Timeout for a provider that deploys a stage and receives no more of it: it reads a disk, or builds the stage."""
     fresh_replica_seconds: float = 15.0
