@@ -7,6 +7,10 @@ owner that is always late is waited for.
 """
 
 from dataclasses import dataclass
+from typing import Final
+
+MIN_GRACE_SECONDS: Final = 1.0
+"""Shortest wait: rounds of a small model on one machine are milliseconds apart, and any process pauses for longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,8 @@ class Patience:
         """
         if members < 2 or joined <= late:
             return None
-        seconds = (self.interval_seconds + self.catch_up_seconds) * late / joined
+        pays_seconds = (self.interval_seconds + self.catch_up_seconds) * late / joined
+        seconds = max(MIN_GRACE_SECONDS, pays_seconds)
         return Grace(
             seconds,
             f"waiting {seconds:.3g} s longer would delay the {joined} samples of the others by as much as leaving it "

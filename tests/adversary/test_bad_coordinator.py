@@ -225,7 +225,7 @@ TRICKS: dict[str, tuple[Callable[[Order], None], str]] = {
     "weights of an exabyte": (weights_of(HUGE_TENSOR), "cover 1152921504606846976 of its 0 bytes"),
     "an exabyte, announced": (
         both(weights_of(HUGE_TENSOR), announced("weights", size_bytes=1 << 62)),
-        "cover 1152921504606846976 of its",
+        "has weights of .* and this provider lends",
     ),
     "a header of an exabyte": (given(weights=b"\xff" * 64), "announces a header of 18446744073709551615 bytes"),
     "a pickle for weights": (given(weights=A_PICKLE * 4), "a weights stream of .* announces a header"),

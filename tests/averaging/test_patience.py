@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ravnest.averaging.participants import RingHistory
-from ravnest.averaging.patience import Patience
+from ravnest.averaging.patience import MIN_GRACE_SECONDS, Patience
 from ravnest.averaging.ring_round import RingRound, RoundSettings
 from ravnest.averaging.round_messages import Abort, Action, Begin, Join, Notice
 from ravnest.codecs.codec import CODECS
@@ -34,6 +34,8 @@ def test_waiting_ends_where_it_delays_the_others_more_than_it_helps_the_late_one
     assert grace is not None and grace.seconds == pytest.approx((20 + 4) * 100 / 200)
     fewer = PATIENCE.grace(late=10, joined=200, members=2)
     assert fewer is not None and fewer.seconds == pytest.approx(24 / 20)
+    hardly = Patience(interval_seconds=0.01).grace(late=1, joined=200, members=2)
+    assert hardly is not None and hardly.seconds == MIN_GRACE_SECONDS, "a pause of a process is not lateness"
 
 
 @pytest.mark.parametrize(("late", "joined", "members"), [(100, 100, 2), (150, 100, 3), (10, 100, 1), (0, 0, 2)])

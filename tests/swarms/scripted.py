@@ -440,6 +440,7 @@ class SimulatedSwarm:
         self.generation = 0
         self.artifacts: dict[str, Artifact] = {}
         self.line = OwnLine(StateBudget.unlimited())
+        self.waits_for_all = True
         self.providers: dict[str, Provider] = {}
         self.orders: dict[str, Deploy] = {}
         self.links: Mapping[str, Collection[str]] = {}

@@ -42,15 +42,22 @@ class FirstDeployment:
         goal = goal_of(run.prepared.job, asked.providers, asked.clusters)
         context.enter(Phase.GATHERING)
         await self._planner.load_lines()
+        if context.swarm.waits_for_all:
+            needed, expected, fitting = asked.providers, 0, goal
+        else:
+            # The number is that of the run before. It trains with fewer if not all of them come back.
+            needed, expected, fitting = None, asked.providers or 0, goal_of(run.prepared.job, None, asked.clusters)
 
         def fits(present: list[Member]) -> Awaitable[Plan]:
-            return self._planner.fits(present, goal)
+            return self._planner.fits(present, fitting)
 
-        state = context.swarm.state
-        expected = 0 if state is None else len(await asyncio.to_thread(state.plan))
         seconds = context.timeouts.gather_seconds
-        gathering = gather(context.members, asked.providers, fits, context.say, expected, seconds)
+        gathering = gather(context.members, needed, fits, context.say, expected, seconds)
         members, first_plan, why = await context.while_well(gathering)
+        if len(members) < expected:
+            goal = fitting
+        elif expected:
+            members, first_plan = members[:expected], None
         context.emit("gathered", f"{len(members)} providers: {why}")
         recorded = await self._recorded()
         if recorded is not None and (resumed := await self._resume_stages(goal, *recorded)) is not None:

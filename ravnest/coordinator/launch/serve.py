@@ -99,9 +99,8 @@ class ServedSwarm:
             self.state = state = SwarmState(run.store_path)
             stack.callback(state.close)
             state.clear_connected()
-            self.providers = providers
+            self.providers = providers or len(state.plan()) or None
             """Providers that must have joined before training begins; None for as many as the model needs."""
-            wanted = providers or len(state.plan()) or None
             self.clusters = clusters or state.clusters()
             """Clusters that they form; None for the fastest number."""
             check_clusters(self.providers, self.clusters)
@@ -109,14 +108,17 @@ class ServedSwarm:
                 state.asked_for(clusters)
             self._swarm = Swarm(admission)
             self._swarm.state = state
+            self._swarm.waits_for_all = providers is not None
             self._swarm.members.restore_presence(state.attendances())
             self._loop = stack.enter_context(NetworkLoop())
             host, port = self._listen(admission, listen, advertise, stack)
-            self.invite: SwarmInvite = admission.invite(host, port, uses_for(wanted), note="made by ravnest serve")
+            self.invite: SwarmInvite = admission.invite(
+                host, port, uses_for(self.providers), note="made by ravnest serve"
+            )
             if known := known_from_before(state.members()):
                 display.message(known)
             stack.enter_context(self._loop.running(watch_for_kicks(self._swarm)))
-            stack.enter_context(self._loop.running(announce(self._swarm, wanted, display.message)))
+            stack.enter_context(self._loop.running(announce(self._swarm, self.providers, display.message)))
             stack.callback(lambda: _note_all_gone(state))
             stack.enter_context(self._loop.running(remember(self._swarm, state)))
             self._stack = stack.pop_all()

@@ -122,6 +122,8 @@ class Swarm:
         self._refusals: defaultdict[str, EventQuota] = defaultdict(EventQuota)
         """Rate limit for events about joins that were refused, by address."""
         # The providers of an embedded swarm are on this machine.
+        self.waits_for_all = True
+        """Whether a run waits for as many providers as it asks for; otherwise that is only a wish."""
         self.line = OwnLine(StateBudget() if most is None else StateBudget.unlimited())
         """The coordinator's own line."""
         self._relay = Relay(self._call_to_relay, self.line.budget)

@@ -28,6 +28,9 @@ def choose_split(
         return SplitChoice(False, "no stage before it waits for gradients")
     if asked is not None:
         return SplitChoice(asked, f"pipeline.split_backward is {asked}")
+    if cluster.in_flight == 1:
+        # One stage computes at a time, so the cores of a host cannot be the limit.
+        host_seconds = 0.0
     apart = cluster.round_trip_seconds / cluster.in_flight
     if apart <= WAITING * max(cluster.busiest_seconds, host_seconds):
         return SplitChoice(

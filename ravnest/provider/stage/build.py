@@ -8,7 +8,7 @@ import torch
 
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
-from ravnest.errors import GraphError, LentMemoryError
+from ravnest.errors import GraphError
 from ravnest.graph.initial_weights.sources_text import MAX_SOURCES_BYTES, WeightSources, read_sources
 from ravnest.graph.weights import WeightsReader
 from ravnest.net.rpc.client import CoordinatorClient
@@ -40,7 +40,7 @@ async def build_stage(
     that the order names are then only those that never change.
     """
     if order.weights.size_bytes > host.lent_bytes:
-        raise LentMemoryError(
+        raise GraphError(
             f"stage {order.stage} has weights of {byte_size(order.weights.size_bytes)}, and this provider lends "
             f"{byte_size(host.lent_bytes)}; lend more or use more providers"
         )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ravnest.errors import LentMemoryError
+from ravnest.errors import GraphError
 from ravnest.graph.initial_weights.find_initial import InitialWeight, sha256_of
 from ravnest.graph.initial_weights.generator_position import position_of
 from ravnest.graph.initial_weights.recipe import Recipe
@@ -34,7 +34,7 @@ def test_weights_larger_than_the_lent_memory_are_refused_before_anything_is_fetc
             return type(machine.client).fetch(machine.client, artifact, offset, end)
 
         machine.client.fetch = fetch
-        with pytest.raises(LentMemoryError, match="this provider lends"):
+        with pytest.raises(GraphError, match="this provider lends"):
             await build_stage(order, machine.client, host, Artifacts(machine.client), FetchProgress(0))
         assert not asked
 
